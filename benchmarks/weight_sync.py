@@ -1,6 +1,7 @@
 """What a weight update costs, and for how long it stops generation, against the transfer alone.
 
     python benchmarks/weight_sync.py [--rounds 7] [--model small] [--out benchmarks/results/weight_sync.jsonl]
+    python benchmarks/weight_sync.py --senders 2 [--mbit 500] [--rounds 7] [--model small] [--out ...]
 
 One trainer and one embedded server, each a process with one thread, which generates 16 completions without end
 meanwhile. A round measures, in turn: `alone`, the same tensors broadcast over gloo from this process to another one
@@ -8,6 +9,10 @@ that does nothing else; and `publish_weights` by broadcast, through the disk, by
 policy with LoRA on q_proj and v_proj in both ways: `whole`, its seconds; `pause`, for how long requests were held;
 `sent_mib`, the tensors sent. Models in float32, of 0.2, 4.6 and 53 million parameters. Medians over the rounds;
 `pause_of_alone` is the median of ratios within a round.
+
+With `--senders N`: a trainer of N ranks, each on a host of its own, and one server on another; no host of a rank sends
+more than `--mbit` megabits per second (hosts are network namespaces, which need root). A round is an update from one
+sender and one from all N, both in groups that an update before has formed: `whole`, its seconds.
 """
 
 from __future__ import annotations
@@ -16,19 +21,23 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from async_vs_sync import configured, make_actor, served
 from circumstances import circumstances
 
@@ -36,11 +45,14 @@ from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.io_struct import ModelRequest, ParamSpec
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.inference.remote_engine import RemoteInferenceEngine
+from arealite.utils.environment import SECRET_VARIABLE
 from arealite.utils.network import LOOPBACK, hold_port, port_of
 from arealite.utils.weight_transfer import close_group, join_group, receive_bucket, send_bucket
 from arealite.weights.publish import publish_weights
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "quickstart"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from cluster.netns import network
 from tiny_model import make_tiny_model
 
 SIZES: dict[str, dict[str, int]] = {
@@ -57,6 +69,8 @@ WAYS = {
 }
 LORA = ["actor.lora.rank=16", "actor.lora.target_modules=[q_proj, v_proj]"]
 RUNNING = 16
+PORT = 29500
+"""Of servers and of the first rank, on hosts of their own."""
 WARM_UP = 1
 
 
@@ -66,13 +80,18 @@ def main() -> None:
     parser.add_argument("--model", choices=SIZES, help="only this one")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, help="append the results to this jsonl file")
+    parser.add_argument("--senders", type=int, default=1, help="ranks of the trainer, each on a host of its own")
+    parser.add_argument("--mbit", type=int, default=500, help="what such a host sends per second")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for name, size in SIZES.items():
         if args.model in (None, name):
             with tempfile.TemporaryDirectory() as folder:
-                result = measure(name, size, Path(folder), args.rounds)
-            report(result)
+                if args.senders > 1:
+                    result = measure_senders(name, size, Path(folder), args.rounds, args.senders, args.mbit)
+                else:
+                    result = measure(name, size, Path(folder), args.rounds)
+                    report(result)
             if args.out:
                 with args.out.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(result) + "\n")
@@ -138,7 +157,7 @@ def receive(port: int, specs: list[ParamSpec], pipe: Connection) -> None:
     group = join_group(LOOPBACK, port, 1, 2, "alone")
     while pipe.recv() == "next":
         pipe.send("ready")
-        receive_bucket(group, specs)
+        receive_bucket([group] * len(specs), specs)
         pipe.send("received")
 
 
@@ -187,6 +206,86 @@ def updated(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int) -
     return {"whole_s": whole_s, "pause_s": metrics["weights/pause_s"], "sent_mib": metrics["weights/sent_mib"]}
 
 
+def measure_senders(
+    name: str, size: dict[str, int], folder: Path, rounds: int, num_ranks: int, mbit: int
+) -> dict[str, Any]:
+    """Alternate between one sender and all of them, on hosts whose links are held to a rate."""
+    model = str(folder / "model")
+    make_tiny_model(model, **size)
+    server_host = num_ranks + 1
+    with network(server_host) as net, ExitStack() as stack:
+        for host in range(1, num_ranks + 1):
+            net.limit(host, mbit)
+        address = f"{net.address(server_host)}:{PORT}"
+        command = [sys.executable, "-m", "arealite.server", "--model-path", model, "--host", net.address(server_host)]
+        shared = {SECRET_VARIABLE: uuid.uuid4().hex}
+        stack.enter_context(running(net.command(server_host, [*command, "--port", str(PORT)]), shared))
+        ranks = []
+        for rank in range(num_ranks):
+            places = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+            places |= {"MASTER_ADDR": net.address(1), "MASTER_PORT": PORT, **shared}
+            own = [sys.executable, __file__, "--rank", model, address, str(folder), str(rounds)]
+            ranks.append(stack.enter_context(running(net.command(rank + 1, own), places)))
+        assert [rank.wait(600) for rank in ranks] == [0] * num_ranks
+    found: dict[str, Any] = json.loads((folder / "senders.json").read_text())
+    medians = {key: statistics.median(values) for key, values in found["whole_s"].items()}
+    ratio = statistics.median([one / all_ for one, all_ in zip(*found["whole_s"].values(), strict=True)])
+    result = {"model": name, "mib": found["mib"], "rounds": rounds, "mbit": mbit, "whole_s_by_senders": medians}
+    print(
+        f"{name:10} {found['mib']:6.1f} MiB, {mbit} Mbit/s per host: "
+        + ", ".join(f"{count} senders {1e3 * seconds:.0f} ms" for count, seconds in medians.items())
+        + f", ratio {ratio:.2f}",
+        flush=True,
+    )
+    return result | {
+        "one_of_all": ratio,
+        "mib_by_sender": found["shares"],
+        "spread": found["whole_s"],
+        **circumstances(),
+    }
+
+
+@contextmanager
+def running(command: list[str], environment: dict[str, Any]) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command, and end it with the block."""
+    strings = {name: str(value) for name, value in environment.items()}
+    process = subprocess.Popen(command, env=os.environ | strings)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def be_rank(model: str, address: str, folder: str, rounds: int) -> None:
+    """Be a rank of the trainer, and write what was measured if it is the first."""
+    torch.set_num_threads(1)
+    names = [f"rollout.server_addrs=[{address}]", f"cluster.fileroot={folder}", "trial_name=senders"]
+    config = configured(model, *names, "rollout.weight_check.canary_tokens=0", "rollout.setup_timeout=60")
+    actor, num_ranks = make_actor(model), int(os.environ["WORLD_SIZE"])
+    rollout = RemoteInferenceEngine(config.rollout)
+    rollout.initialize(None, None)
+    whole_s: dict[str, list[float]] = {"1": [], str(num_ranks): []}
+    version = 0
+    for number in range(WARM_UP + rounds):
+        for count, measured in whole_s.items():
+            rollout.config.weight_update_senders = int(count)
+            for is_measured in (False, number >= WARM_UP):  # the first time the groups form
+                version += 1
+                dist.barrier()
+                began = time.perf_counter()
+                publish_weights(actor, rollout, version)
+                if is_measured:
+                    measured.append(time.perf_counter() - began)
+    specs = [spec for bucket in actor.get_param_specs(num_senders=num_ranks) for spec in bucket]
+    shares = [sum(one.size for one in specs if one.owner == rank) / 2**20 for rank in range(num_ranks)]
+    if dist.get_rank() == 0:
+        found = {"whole_s": whole_s, "mib": sum(shares), "shares": shares}
+        Path(folder, "senders.json").write_text(json.dumps(found))
+    rollout.destroy()
+    actor.destroy()
+
+
 def report(result: dict[str, Any]) -> None:
     """Print what each way costs."""
     for way in WAYS:
@@ -200,4 +299,7 @@ def report(result: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--rank"]:
+        be_rank(*sys.argv[2:5], rounds=int(sys.argv[5]))
+    else:
+        main()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster.netns import why_impossible
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -86,6 +87,19 @@ def test_weight_updates_are_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_weight_updates_from_two_senders_are_compared_with_those_from_one(tmp_path: Path) -> None:
+    if reason := why_impossible():
+        pytest.skip(reason)
+    two = ["--senders", "2", "--mbit", "50", "--rounds", "1", "--model", "quickstart"]
+    (found,) = measured(tmp_path / "found.jsonl", "weight_sync.py", *two)
+    seconds = found["whole_s_by_senders"]
+    assert found["one_of_all"] == pytest.approx(seconds["1"] / seconds["2"])
+    assert seconds.keys() == {"1", "2"} and min(seconds.values()) > 0
+    first, second = found["mib_by_sender"]
+    assert first + second == found["mib"] and 0.8 < first / second < 1.25
+
+
+@pytest.mark.slow
 def test_a_step_is_compared_with_that_of_trl(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     sizes = ["--case", "early", "--rounds", "1", "--steps", "2", "--peer", sys.executable, "--peer-threads", "1"]
@@ -96,6 +110,16 @@ def test_a_step_is_compared_with_that_of_trl(tmp_path: Path) -> None:
         ratio = per_token / (found[f"{mode}_s"] / found[f"{mode}_tokens"])
         assert found[f"{mode}_wall_s_ratio"] == pytest.approx(ratio, rel=0.01)
         assert found[f"{mode}_cpu_s_spread"] == [found[f"{mode}_cpu_s_ratio"]] * 2
+
+
+@pytest.mark.slow
+def test_parts_of_the_original_are_compared(tmp_path: Path) -> None:
+    rollout, lognormal, half = measured(tmp_path / "found.jsonl", "original.py", "--rounds", "1", "--seconds", "1")
+    for unit in ("us", "cpu_us"):
+        assert rollout[f"{unit}_ratio"] == pytest.approx(rollout[f"original_{unit}"] / rollout[f"ours_{unit}"])
+        assert rollout[f"{unit}_spread"] == [rollout[f"{unit}_ratio"]] * 2
+    assert lognormal["ours_micro_batches"] <= lognormal["original_micro_batches"] < 256
+    assert half["ours_micro_batches"] == half["original_micro_batches"] == 1024
 
 
 @pytest.mark.slow

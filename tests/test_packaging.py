@@ -48,6 +48,35 @@ def test_the_changelog_begins_with_the_version() -> None:
     assert re.fullmatch(rf"{re.escape(arealite.__version__)} \((unreleased|\d{{4}}-\d\d-\d\d)\)", headings[0])
 
 
+def broken_links(package: Path) -> list[str]:
+    """Return the links of an installed package's pages that lead nowhere in it."""
+    broken = []
+    for page in [package / "README.md", *(package / "docs").glob("*.md")]:
+        text = re.sub(r"(?ms)^ *```.*?^ *```$", "", page.read_text())
+        targets = re.findall(r"\]\(([^)#\s:]+)(?:#[^)\s]*)?\)", text)
+        broken += [f"{page.name}: {target}" for target in targets if not (page.parent / target).exists()]
+    return broken
+
+
+def test_links_of_pages_lead_to_what_the_wheel_has(tmp_path: Path) -> None:
+    """As the wheel is declared; a slow test looks at a real one."""
+    target = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    renamed = target["sources"] | target["force-include"]
+    for glob in [*target["include"], *target["force-include"]]:
+        for path in REPOSITORY.glob(glob.lstrip("/")):
+            top, _, rest = path.relative_to(REPOSITORY).as_posix().partition("/")
+            if top != "arealite":
+                place = tmp_path / renamed[top] / rest
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.symlink_to(path)
+    package = tmp_path / "arealite"
+    assert (package / "docs" / "index.md").is_file() and (package / "README.md").is_file()
+    assert broken_links(package) == []
+    (package / "README.md").unlink()
+    (package / "README.md").write_text("[a](docs/index.md#b) [c](Makefile) [d](https://e.org/f.md)")
+    assert broken_links(package) == ["README.md: Makefile"]
+
+
 @pytest.mark.slow
 def test_a_wheel_of_what_an_image_gets_serves_outside_of_a_checkout(tmp_path: Path) -> None:
     """It is unpacked, as an installation does, and comes first on the path."""
@@ -71,6 +100,8 @@ def test_a_wheel_of_what_an_image_gets_serves_outside_of_a_checkout(tmp_path: Pa
     assert brought == wanted and len(wanted) > 50
     shipped = {path.name for path in (site / "arealite" / "docs").iterdir()}
     assert shipped == {path.name for path in (REPOSITORY / "docs").glob("*.md")}
+
+    assert broken_links(site / "arealite") == []
 
     programs = tmp_path / "bin"
     programs.mkdir()

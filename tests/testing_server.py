@@ -78,6 +78,10 @@ class ScriptedServer:
     """Payloads of the endpoints that bring weights."""
     weights: dict[str, Any] = field(default_factory=dict)
     is_paused: bool = False
+    asleep: set[str] = field(default_factory=set)
+    """Parts of its memory that it has given back."""
+    deaths: list[str] = field(default_factory=list)
+    """What was asked of it that would have ended the real one."""
     info: dict[str, Any] = field(default_factory=dict)
     """What it says of itself."""
     address: str = ""
@@ -101,6 +105,9 @@ class ScriptedServer:
             ("/pause_generation", self._pause),
             ("/continue_generation", self._continue),
             ("/update_weights_from_disk", self._from_disk),
+            ("/flush_cache", self._flush),
+            ("/release_memory_occupation", self._release),
+            ("/resume_memory_occupation", self._take_back),
             ("/init_weights_update_group", self._join),
             ("/destroy_weights_update_group", self._leave),
             ("/update_weights_from_distributed", self._stage),
@@ -150,6 +157,7 @@ class ScriptedServer:
             else:
                 return web.json_response({"error": {"message": "scripted"}}, status=failure)
         await self._resumed.wait()
+        self._needs("weights", "kv_cache")
         if len(body["input_ids"]) >= self.context:
             message = f"The input ({len(body['input_ids'])} tokens) is longer than the model's context length"
             return web.json_response({"error": {"message": f"{message} ({self.context} tokens)."}}, status=400)
@@ -229,7 +237,36 @@ class ScriptedServer:
         self.is_paused = False
         return web.Response(text="continued")
 
+    def _needs(self, *parts: str) -> None:
+        if missing := self.asleep & set(parts):
+            self._die(f"it computes without its {missing}")
+
+    def _die(self, why: str) -> None:
+        self.deaths.append(why)
+        raise web.HTTPInternalServerError(text=why)
+
+    async def _flush(self, _: web.Request) -> web.Response:
+        deadline = time.monotonic() + 60  # waits until nothing runs, for as long as it is told
+        while self._reached and time.monotonic() < deadline:
+            await asyncio.sleep(0.002)
+        return web.Response(text="Cache flushed.", status=400 if self._reached else 200)
+
+    async def _release(self, request: web.Request) -> web.Response:
+        tags = set((await request.json())["tags"])
+        if self._reached or not self.is_paused or self.asleep & tags:
+            self._die(f"it gives back {tags} of what {self.asleep} left, running {len(self._reached)}")
+        self.asleep |= tags
+        return web.json_response(None)
+
+    async def _take_back(self, request: web.Request) -> web.Response:
+        tags = set((await request.json())["tags"])
+        if not tags <= self.asleep:
+            self._die(f"it takes back {tags}, of which it has all but {self.asleep}")
+        self.asleep -= tags
+        return web.json_response(None)
+
     async def _from_disk(self, request: web.Request) -> web.Response:
+        self._needs("weights")
         body = await request.json()
         self.updates.append(body)
         with open(f"{body['model_path']}/weights") as file:
@@ -268,11 +305,13 @@ class ScriptedServer:
         body = await request.json()
         self.updates.append(body)
         specs = [ParamSpec(n, tuple(s), d) for n, s, d in zip(body["names"], body["shapes"], body["dtypes"])]
-        groups = self._groups[body["group_name"]]
+        name = body["group_name"]
+        names = name if isinstance(name, list) else [name] * len(specs)
+        by_rank = [[self._groups[one][rank] for one in names] for rank in range(self.tp_size)]
         try:
-            bucket, *_ = await asyncio.gather(*(asyncio.to_thread(receive_bucket, group, specs) for group in groups))
+            bucket, *_ = await asyncio.gather(*(asyncio.to_thread(receive_bucket, one, specs) for one in by_rank))
         except ConnectionError as error:
-            for group in self._groups.pop(body["group_name"]):
+            for group in itertools.chain(*(self._groups.pop(one) for one in set(names))):
                 close_group(group)
             return web.json_response({"success": False, "message": str(error)}, status=400)
         (self.weights if self._staged is None else self._staged).update(bucket)

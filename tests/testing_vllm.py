@@ -9,6 +9,7 @@ from aiohttp import web
 from testing_server import ScriptedServer, kept_at
 
 from arealite.utils.fingerprint import differing, fingerprints
+from arealite.utils.weight_transfer import are_of_one_update
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 
@@ -69,6 +70,8 @@ class ScriptedVLLM(ScriptedServer):
             (GENERATE, self._answer),
             (COMPLETIONS, self._answer),
             ("/pause", self._pause),
+            ("/sleep", self._sleep),
+            ("/wake_up", self._wake_up),
             ("/resume", self._continue),
             ("/init_weight_transfer_engine", self._join_group),
             ("/shutdown_weight_transfer_engine", self._leave_group),
@@ -86,6 +89,7 @@ class ScriptedVLLM(ScriptedServer):
         body = await request.json()
         self.requests.append(body)
         await self._resumed.wait()
+        self._needs("weights", "kv_cache")
         sampling = body.get("sampling_params", body)
         prompt = body["token_ids" if request.path == GENERATE else "prompt"]
         if len(prompt) >= self.context:
@@ -115,17 +119,36 @@ class ScriptedVLLM(ScriptedServer):
             self.abort_all()
         return web.json_response({"status": "paused"})
 
+    async def _sleep(self, request: web.Request) -> web.Response:
+        self.calls[-1] = request.path_qs
+        if self.asleep:
+            self._die(f"it gives back what {self.asleep} left")
+        self._resumed.clear()
+        self.is_paused = True
+        self.abort_all()
+        self.asleep = {"weights", "kv_cache"}
+        return web.json_response({"status": "sleeping", "level": 2})
+
+    async def _wake_up(self, request: web.Request) -> web.Response:
+        self.calls[-1] = request.path_qs
+        self.asleep -= {request.query["tags"]}
+        if not self.asleep:
+            await self._continue(request)
+        return web.json_response({"status": "sleeping" if self.asleep else "awake"})
+
     async def _join_group(self, request: web.Request) -> web.Response:
-        self._groups.clear()
-        return await self._join(_Read(request, (await request.json())["init_info"]))
+        info = (await request.json())["init_info"]
+        if not are_of_one_update(info["group_name"], *self._groups):
+            self._groups.clear()
+        return await self._join(_Read(request, info))
 
     async def _leave_group(self, request: web.Request) -> web.Response:
-        (name,) = self._groups or [""]
-        return await self._leave(_Read(request, {"group_name": name}))
+        for name in list(self._groups):
+            await self._leave(_Read(request, {"group_name": name}))
+        return web.json_response({})
 
     async def _bucket(self, request: web.Request) -> web.Response:
-        (name,) = self._groups
-        body = (await request.json())["update_info"] | {"group_name": name, "weight_version": None}
+        body = (await request.json())["update_info"] | {"weight_version": None}
         return await self._stage(_Read(request, body))
 
     async def _finish(self, request: web.Request) -> web.Response:
@@ -148,6 +171,7 @@ class ScriptedVLLM(ScriptedServer):
             arrived = {name: one + 1 if name in self.damaged else one for name, one in self._staged.items()}
             result = differing(fingerprints(arrived), body["kwargs"]["fingerprints"])
         elif body["method"] == "reload_weights":
+            self._needs("weights")
             with open(f"{body['kwargs']['weights_path']}/weights") as file:
                 self.weights = {"disk": file.read()}
         else:

@@ -8,7 +8,6 @@ when a run was killed is issued again after the restart, and rejected as `gone`:
 """
 
 import asyncio
-import functools
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -121,9 +120,8 @@ class OnlineSessions(RolloutWorkflow, OutsideRows):
 
     async def _rows(self, session: Session, reward: Any, place: int) -> TensorDict | None:
         """Return the rows of a session, or None for one that can't be trained on."""
-        make = functools.partial(rows_of, session, reward, place, turn_discount=self.turn_discount)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._model.tokenizing, make)
+            return await session.tokenized(rows_of, session, reward, place, self.turn_discount)
         except (AgentError, TrajectoryError) as error:
             assert self._door is not None
             self._door.counts["unusable"] += 1

@@ -126,7 +126,7 @@ class Session:
 
     async def count_tokens(self, call: Call) -> int:
         """Return the length of the prompt of a call."""
-        return await self._tokenized(self._count, call, self._parent(call))
+        return await self.tokenized(self._count, call, self._parent(call))
 
     def close(self) -> None:
         """Let nothing count any more, and forget what was not delivered."""
@@ -150,17 +150,17 @@ class Session:
         self.model.tokenizing.submit(self.run.discard, delivery.answer_id)  # where turns are added
 
     async def _answer(self, call: Call, answer_id: str, *, is_trained: bool) -> Answer:
-        prompt = await self._tokenized(self._prompt, call, self._parent(call))
+        prompt = await self.tokenized(self._prompt, call, self._parent(call))
         requests = [self._request(call, prompt) for _ in range(call.n)]
         responses = await asyncio.gather(*map(self._generate, requests))
         ids = [answer_id, *(f"{answer_id}.{index}" for index in range(1, call.n))]
         turns = [
-            await self._tokenized(self._add, turn_id, call, prompt, response, is_trained)
+            await self.tokenized(self._add, turn_id, call, prompt, response, is_trained)
             for turn_id, response in zip(ids, responses, strict=True)
         ]
         tokens = []
         if call.wants_logprobs:
-            tokens = [await self._tokenized(self._texts, response.output_tokens) for response in responses]
+            tokens = [await self.tokenized(self._texts, response.output_tokens) for response in responses]
         answer = self._answers[answer_id] = Answer(answer_id, int(time.time()), call, turns, tokens)
         return answer
 
@@ -190,16 +190,14 @@ class Session:
 
     def _continuation(self, prompt: str | list[int]) -> NextPrompt:
         """Return the prompt of a completion: after the longest turn that its text or ids begin with, or by itself."""
-        tokenizer = self.model.tokenizer
-        for turn in sorted(self.run.turns, key=lambda turn: -len(turn.ids)):
-            if isinstance(prompt, list):
-                if prompt[: len(turn.ids)] == turn.ids:
-                    return NextPrompt(prompt, tokenizer.decode(prompt), turn, None)
-            elif prompt.startswith(text := tokenizer.decode(turn.ids)):
+        tokenizer, turns = self.model.tokenizer, sorted(self.run.turns, key=lambda turn: -len(turn.ids))
+        if isinstance(prompt, list):
+            parent = next((turn for turn in turns if prompt[: len(turn.ids)] == turn.ids), None)
+            return NextPrompt(prompt, tokenizer.decode(prompt), parent, None)
+        for turn in turns:
+            if prompt.startswith(text := tokenizer.decode(turn.ids)):
                 rest = tokenizer(prompt[len(text) :], add_special_tokens=False)["input_ids"]
                 return NextPrompt(turn.ids + rest, prompt, turn, None)
-        if isinstance(prompt, list):
-            return NextPrompt(prompt, tokenizer.decode(prompt), None, None)
         return NextPrompt(list(tokenizer(prompt)["input_ids"]), prompt, None, None)
 
     def _request(self, call: Call, prompt: NextPrompt) -> ModelRequest:
@@ -253,6 +251,6 @@ class Session:
     def _texts(self, ids: list[int]) -> list[str]:
         return [self.model.tokenizer.decode([token]) for token in ids]
 
-    async def _tokenized(self, function: Callable[..., T], *args: Any) -> T:
-        """Call what uses the tokenizer, in its thread."""
+    async def tokenized(self, function: Callable[..., T], *args: Any) -> T:
+        """Call what uses the tokenizer, in its thread, where turns are added and discarded."""
         return await asyncio.get_running_loop().run_in_executor(self.model.tokenizing, function, *args)

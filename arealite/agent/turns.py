@@ -22,7 +22,7 @@ from arealite.api.errors import TrajectoryError
 from arealite.api.io_struct import ModelResponse
 from arealite.utils.chat_text import Message, texts_of
 from arealite.utils.tensors import concat_padded_tensors
-from arealite.workflow.trajectory import trajectory_from_turns
+from arealite.workflow.trajectory import SampledTurn, trajectory_from_turns
 
 
 @dataclass(eq=False)
@@ -158,10 +158,11 @@ class Run:
         rows: list[TensorDict] = []
         gains = self._gains(live, reward, turn_rewards, turn_discount)
         for path in (leaf.path for leaf in leaves):
-            new = [turn.is_trained and turn not in trained for turn in path]
-            earned = [gains[turn] if turn.response.output_len else None for turn in path]
-            responses = [turn.response for turn in path]
-            rows.append(trajectory_from_turns(responses, reward, turn_rewards=earned, trained=new))
+            turns: list[SampledTurn] = []
+            for turn in path:
+                gain = gains[turn] if turn.response.output_len else None
+                turns.append(SampledTurn(turn.response, gain, turn.is_trained and turn not in trained))
+            rows.append(trajectory_from_turns(turns, reward, has_turn_rewards=True))
             trained.update(path)
         if not rows:
             raise TrajectoryError(

@@ -104,11 +104,7 @@ class AgentWorkflow(RolloutWorkflow):
             await asyncio.shield(self._proxy.end(session))
         if reward is None:
             return None
-        loop, tokenizing = asyncio.get_running_loop(), self._model.tokenizing  # where turns are added and discarded
-        return await loop.run_in_executor(tokenizing, self._rows, session, reward, sample)
-
-    def _rows(self, session: Session, reward: Any, sample: int) -> TensorDict:
-        return rows_of(session, reward, sample, turn_discount=self.turn_discount)
+        return await session.tokenized(rows_of, session, reward, sample, self.turn_discount)
 
     async def _reward(self, session: Session, data: dict[str, Any]) -> Any:
         """Run the agent to its end, or that of the episode, and return what it is rewarded with."""
@@ -140,7 +136,7 @@ def model_of(
     return Model(bridge, tokenizer, gconfig, config, DaemonThreads(1, "agent-tokenizer"))
 
 
-def rows_of(session: Session, reward: Any, sample: int, *, turn_discount: float) -> TensorDict:
+def rows_of(session: Session, reward: Any, sample: int, turn_discount: float) -> TensorDict:
     """Return the rows of a run that has ended, in the thread of its tokenizer. Raises AgentError, TrajectoryError."""
     run, counts = session.run, session.counts
     total, by_turn = as_rewards(reward, run)

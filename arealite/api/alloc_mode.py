@@ -5,8 +5,8 @@
     servers = backend "." dims, e.g. sglang.d4
     dims    = one or more of d<N> (data), p<N> (pipeline), t<N> or m<N> (tensor), each at most once; a missing one is 1
 
-With "+" each side has devices of its own; with "|" one device is both, which only lite.d1|d1 can be yet. The whole
-string must match; an error points at the place. A side that is absent has no replicas: data size 0.
+With "+" each side has devices of its own; with "|" both have the same, one in lite.d1|d1. The whole string must match;
+an error points at the place. A side that is absent has no replicas: data size 0.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from arealite.api.config.rollout import BACKENDS
 from arealite.api.errors import ConfigError
 
 COLOCATED_BACKEND = "lite"
-"""Servers that can run in the trainer's process."""
+"""Its server runs in the trainer's process; others on the trainer's devices sleep while it computes."""
 _DIMENSIONS = {"d": "data", "p": "pipeline", "t": "tensor", "m": "tensor"}
 
 
 class AllocationType(enum.Enum):
     """What the string describes."""
 
-    COLOCATED = "a server in the trainer's process"
+    COLOCATED = "servers on the trainer's devices"
     DECOUPLED_TRAIN = "servers and trainers"
     DECOUPLED_EVAL = "servers and one evaluation client"
     LLM_SERVER_ONLY = "servers"
@@ -95,34 +95,34 @@ class AllocationMode:
         """Parse sides that share a device, with `|` at a place."""
         match _side(text, 0, text[:at]), _side(text, at + 1, text[at + 1 :]):
             case ((str(backend), gen), (None, train)) | ((None, train), (str(backend), gen)) if train is not _ABSENT:
-                if backend != COLOCATED_BACKEND:
-                    change = f"Servers of {backend} would have to give their memory back while the trainer computes"
-                    change += ", which is not supported yet. Write '+', or lite.d1|d1."
-                    _fail(text, at, f"{backend} on the trainer's devices", change)
-                if (gen.world_size, train.world_size) != (1, 1):
+                if backend == COLOCATED_BACKEND and (gen.world_size, train.world_size) != (1, 1):
                     _fail(text, at, "more than one device", "Write lite.d1|d1, or '+' for servers beside the trainer.")
+                if gen.world_size != train.world_size:
+                    _fail(text, at, "other devices", "Write as many on both sides, e.g. sglang.d2|d2, or '+'.")
                 return cls(AllocationType.COLOCATED, backend, gen, train)
         _fail(text, at, "'|' without a server and a trainer", "Write lite.d1|d1.")
 
     def __str__(self) -> str:
-        servers = f"{self.gen_backend}.{self.gen}"
-        return {
-            AllocationType.COLOCATED: f"{servers}|{self.train}",
-            AllocationType.DECOUPLED_TRAIN: f"{servers}+{self.train}",
-            AllocationType.DECOUPLED_EVAL: f"{servers}+eval",
-            AllocationType.LLM_SERVER_ONLY: servers,
-            AllocationType.TRAIN_ONLY: str(self.train),
-        }[self.type_]
+        servers = f"{self.gen_backend}.{self.gen}" if self.gen.data else ""
+        client = "eval" if self.type_ is AllocationType.DECOUPLED_EVAL else ""
+        trainers = str(self.train) if self.train.data else client
+        beside = "|" if self.type_ is AllocationType.COLOCATED else "+"
+        return beside.join(filter(None, (servers, trainers)))
 
     @property
     def is_colocated(self) -> bool:
         """Whether the server runs in the trainer's process."""
-        return self.type_ is AllocationType.COLOCATED
+        return self.type_ is AllocationType.COLOCATED and self.gen_backend == COLOCATED_BACKEND
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether servers sleep while the trainer computes on their devices."""
+        return self.type_ is AllocationType.COLOCATED and self.gen_backend != COLOCATED_BACKEND
 
     @property
     def num_devices(self) -> int:
         """Devices of servers and trainers together."""
-        return self.train.world_size + (0 if self.is_colocated else self.gen.world_size)
+        return self.train.world_size + (0 if self.type_ is AllocationType.COLOCATED else self.gen.world_size)
 
     @property
     def gen_dp_size(self) -> int:

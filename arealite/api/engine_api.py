@@ -60,8 +60,9 @@ class TrainEngine(abc.ABC):
         """Send the weights: the sending half of a weight update (collective). A failure raises on every rank."""
 
     @abc.abstractmethod
-    def get_param_specs(self, weight_chunked_mem_mb: int = 1024) -> list[list[ParamSpec]]:
-        """Name, full shape and dtype of every tensor in send order, in buckets of at most that many MiB."""
+    def get_param_specs(self, weight_chunked_mem_mb: int = 1024, num_senders: int | None = 1) -> list[list[ParamSpec]]:
+        """Name, full shape and dtype of every tensor in send order, in buckets of at most that many MiB, and which of
+        so many ranks sends it; None is one rank of each node."""
 
     @abc.abstractmethod
     def set_version(self, version: int) -> None:

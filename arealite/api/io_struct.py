@@ -112,11 +112,13 @@ class FinetuneSpec:
 
 
 class ParamSpec(NamedTuple):
-    """Name (as in the Hugging Face checkpoint), full shape and dtype of one parameter."""
+    """Name (as in the Hugging Face checkpoint), full shape and dtype of one parameter, and who sends it."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    owner: int = 0
+    """Rank of the trainer that sends it in an update by broadcast."""
 
     @property
     def size(self) -> int:
@@ -177,10 +179,11 @@ class WeightUpdateMeta:
     nccl_param_specs: list[list[ParamSpec]] = field(default_factory=list)
     """Buckets of all tensors in send order."""
     nccl_group_name: str = "update_weight_group"
+    """Of the group in which rank 0 sends; `weight_transfer.group_of` names those of other senders."""
     sender_group: str | None = None
     """Broadcast group that the sender is in, "" if it is in none, as one that was started anew; None if unknown."""
     nccl_world_size: int = 0
-    """Sender plus the GPUs of all receivers; the receiving engine fills it in from the live servers."""
+    """A sender plus the GPUs of all receivers; the receiving engine fills it in from the live servers."""
     nccl_backend: Literal["nccl", "gloo"] = "gloo"
     """Transport of the group; the receiving engine fills it in."""
     timeout_s: float = 120.0

@@ -14,8 +14,9 @@ from pathlib import Path
 from types import TracebackType
 
 from arealite.api.errors import AReaLiteError, ConfigError
-from arealite.api.pages import TROUBLESHOOTING, more, page_of
-from arealite.utils.source_lines import SourceLine, lines_of_error
+from arealite.api.pages import page_of
+from arealite.api.source_lines import SourceLine, lines_of_error, users_line
+from arealite.utils.doc_pages import TROUBLESHOOTING, more
 
 TRACEBACK_VARIABLE = "AREALITE_TRACEBACK"
 """`1` shows uncaught errors as Python does; `log` marks the lines of the whole traceback as `FOR_LOG`."""
@@ -26,6 +27,7 @@ _LESS_MEMORY = (
     "  memory ran out: lower max_tokens_per_mb in mb_spec, use more ranks, or raise the limit of the process; "
     "`arealite check` estimates the need"
 )
+_MAX_CHARS = 600  # of an error in one line
 _MAX_LINES = 5  # of the user's code, of a message that is not ours, and of its notes
 
 
@@ -84,6 +86,15 @@ def is_sentence(error: BaseException) -> bool:
     """Tell whether the message is a sentence of ours, which says all there is to say."""
     lines = lines_of_error(error)
     return isinstance(error, AReaLiteError) or (" must " in str(error) and bool(lines and lines[0].room))
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return an error in one line: a sentence of ours as it is, any other with the user's line that it comes from."""
+    if is_sentence(error):
+        return str(error)
+    place = users_line(lines_of_error(error))
+    told = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_CHARS]
+    return f"{told}, at {place}" if place and not isinstance(error, SyntaxError) else told
 
 
 def brief(error: BaseException) -> list[str]:

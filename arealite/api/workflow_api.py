@@ -88,12 +88,13 @@ class Runs:
 
 def runs_of(batch: TensorDict, groups: torch.Tensor | None = None) -> Runs:
     """Return the runs of a batch by `sample_index`, without which each row is one, within `groups [B]` (None: one)."""
-    rows = range(len(batch["rewards"]))
-    samples = batch["sample_index"].tolist() if "sample_index" in set(batch.keys()) else rows
-    names = list(zip([0] * len(rows) if groups is None else groups.tolist(), samples, strict=True))
+    if "sample_index" not in set(batch.keys()):
+        each = batch["rewards"].long().new_tensor(range(len(batch["rewards"])))
+        return Runs(each, each)
+    like, samples = batch["sample_index"], batch["sample_index"].tolist()
+    names = list(zip([0] * len(samples) if groups is None else groups.tolist(), samples, strict=True))
     first_rows = {name: row for row, name in reversed(list(enumerate(names)))}
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    like = batch["rewards"].long()
     return Runs(
         like.new_tensor([numbers[name] for name in names]),
         like.new_tensor([first_rows[name] for name in numbers]),

@@ -11,8 +11,7 @@ import torch
 
 from arealite.algorithms import properties
 from arealite.api.errors import ConfigError
-from arealite.api.script import is_sentence, running
-from arealite.utils.source_lines import lines_of_error, users_line
+from arealite.api.script import in_one_line, running
 
 _ARGUMENTS = {"loss": ("logprobs", "micro_batch"), "advantage": ("rewards", "group_index", "num_tokens")}
 _MAX_TABLES = 3
@@ -29,7 +28,9 @@ def check_loss(named: str, kind: str | None = None, *, is_strict: bool = False) 
         try:
             names = runpy.run_path(str(script), run_name="__mp_main__")
         except (Exception, SystemExit) as error:
-            raise ConfigError(f"{script} must run as far as its functions: got {_told(error)}. Correct it.") from error
+            raise ConfigError(
+                f"{script} must run as far as its functions: got {in_one_line(error)}. Correct it."
+            ) from error
         functions = {key: one for key, one in names.items() if (key == name if name else _is_meant(one))}
         if not functions or not all(map(callable, functions.values())):
             there = ", ".join(key for key, one in names.items() if inspect.isfunction(one)) or "none"
@@ -88,15 +89,8 @@ def _try(check: Callable[[Any, Any], None], function: Any, inputs: list[Any]) ->
     except properties.Violation as violation:
         return "warning" if isinstance(violation, properties.Remark) else "FAILED", str(violation), violation.columns
     except Exception as error:
-        return "FAILED", f"it must not raise: got {_told(error)}", {}
+        return "FAILED", f"it must not raise: got {in_one_line(error)}", {}
     return "ok", "", {}
-
-
-def _told(error: BaseException) -> str:
-    """Name an error with the innermost line of the user's that it comes from."""
-    place = users_line(lines_of_error(error))
-    told = str(error) if is_sentence(error) else " ".join(f"{type(error).__name__}: {error}".split())
-    return f"{told}, at {place}" if place and not isinstance(error, SyntaxError) else told
 
 
 def _show(columns: Mapping[str, torch.Tensor]) -> None:

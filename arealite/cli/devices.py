@@ -1,7 +1,6 @@
 """`arealite devices`: what nodes have, what a config puts where, and whether its memory fits into what is free."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -10,7 +9,7 @@ from arealite.api.cli_args import BaseExperimentConfig as Config
 from arealite.api.config.run import load_run_config
 from arealite.launcher.plan.jobs import samples_in_trainer
 from arealite.launcher.plan.plan import Plan, checked_plan
-from arealite.utils.devices import Gpu, this_node
+from arealite.utils.devices import Gpu, Node, this_node
 
 GIB = 2**30
 
@@ -22,7 +21,7 @@ def devices(config_file: str | None, overrides: Sequence[str], *, of_ray: bool) 
         gpus, table = [], _cluster()
     else:
         node = this_node()
-        gpus, table = list(node.gpus), _nodes([("this node", node.gpus, node.cores, node.memory, node.free)])
+        gpus, table = list(node.gpus), _devices_of(node)
     console.print(table)
     if not of_ray and not gpus:
         console.print("no GPU: nvidia-smi lists none that this process may use; trainers and lite run on CPU cores")
@@ -50,12 +49,11 @@ def _check(config: Config, plan: Plan, *, of_ray: bool) -> int:
     return 1 if found.summarize() else 0
 
 
-def _nodes(nodes: Iterable[tuple[str, Sequence[Gpu], int, int, int]]) -> Table:
+def _devices_of(node: Node) -> Table:
     table = _table("node", "device", "memory", "free")
-    for name, gpus, cores, memory, free in nodes:
-        table.add_row(name, f"{cores} CPU cores", *_gib(memory, free))
-        for gpu in gpus:
-            table.add_row("", f"GPU {gpu.index}  {gpu.name}", *_gib(gpu.memory, gpu.free))
+    table.add_row("this node", f"{node.cores} CPU cores", *_gib(node.memory, node.free))
+    for gpu in node.gpus:
+        table.add_row("", f"GPU {gpu.index}  {gpu.name}", *_gib(gpu.memory, gpu.free))
     return table
 
 
@@ -87,7 +85,7 @@ def _placements(config: Config, plan: Plan, gpus: Sequence[Gpu]) -> Table:
 
 
 def _table(*names: str) -> Table:
-    columns: Iterator[Any] = (Column(name, justify="right" if name in ("memory", "free") else "left") for name in names)
+    columns = [Column(name, justify="right" if name in ("memory", "free") else "left") for name in names]
     return Table(*columns, box=None, pad_edge=False)
 
 

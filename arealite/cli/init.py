@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
-from arealite.api import pages
 from arealite.api.errors import ConfigError
 from arealite.cli.trainers import examples_folder
+from arealite.utils import doc_pages
 
 TEMPLATES = ("rlvr", "multi-turn", "tools", "openai-agent", "sft")
 _MEANS = {
@@ -74,5 +74,5 @@ def _readme(source: Path, name: str, template: str, told: dict[str, Any]) -> str
         learns=told["learns"],
         change=told["change"],
         block="model" if template == "sft" else "actor",
-        where=pages.folder().parent,
+        where=doc_pages.folder().parent,
     )

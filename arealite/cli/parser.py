@@ -9,14 +9,15 @@ from arealite import __version__
 from arealite.cli.init import TEMPLATES
 from arealite.cli.trainers import TRAINERS
 from arealite.migrate import FRAMEWORKS
+from arealite.utils.usage import Parser
 
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """Return the parser of all commands."""
     description = "Asynchronous reinforcement learning of language models."
-    parser = argparse.ArgumentParser(prog="arealite", description=description)
+    parser = Parser(prog="arealite", description=description)
     parser.add_argument("--version", action="version", version=f"arealite {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
     for add in _COMMANDS:
@@ -221,12 +222,7 @@ def _migrate(commands: Commands) -> None:
         epilog="exit status: 0 it loads as it is, 1 something is left to fill in or to decide, 2 it can't be read",
     )
     command.add_argument("config", metavar="OLD.yaml", help="YAML, JSON, TOML, or a shell script (.sh) with overrides")
-    command.add_argument(
-        "--from",
-        dest="framework",
-        choices=FRAMEWORKS,
-        help="guessed from its keys unless given",
-    )
+    command.add_argument("--from", dest="framework", choices=FRAMEWORKS, help="guessed from its keys unless given")
     command.add_argument("--out", metavar="NEW.yaml", help="a new file; printed unless given")
     command.add_argument(
         "--devices",

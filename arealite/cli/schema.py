@@ -7,10 +7,8 @@ fields. Old keys, which the loader moves, are marked as unknown.
 import dataclasses
 import json
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic import TypeAdapter
 
 from arealite.api.cli_args import DPOConfig, EvalConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
@@ -18,14 +16,7 @@ from arealite.api.config.schema import MISSING, ConfigKey, config_keys
 from arealite.api.errors import ConfigError
 
 Schema = dict[str, Any]
-CLASSES = {
-    "grpo": GRPOConfig,
-    "ppo": PPOConfig,
-    "sft": SFTConfig,
-    "dpo": DPOConfig,
-    "rw": RWConfig,
-    "eval": EvalConfig,
-}
+CLASSES = {"grpo": GRPOConfig, "ppo": PPOConfig, "sft": SFTConfig, "dpo": DPOConfig, "rw": RWConfig, "eval": EvalConfig}
 _LATER = {"type": "string", "pattern": r"\$\{|^\?\?\?$", "description": "A reference, or ??? for what is given later."}
 
 
@@ -49,14 +40,14 @@ def schema(config_cls: type) -> Schema:
     blocks = {"": root | _block(config_cls)}
     for key in config_keys(config_cls):
         if key.block is not None:
-            blocks[key.name] = _block(key.block)
-            found = _or_later(blocks[key.name], is_optional=key.is_optional)
+            found = blocks[key.name] = _block(key.block)
         else:
-            found = _or_later(_value(key, root["$defs"]), is_optional=key.is_optional)
-        found["description"] = key.doc
+            found = _value(key, root["$defs"])
+        empty = [{"type": "null"}] if key.is_optional or key.is_mapping else []  # a block without keys
+        node: Schema = {"anyOf": [found, *empty, _LATER], "description": key.doc}
         if key.default != MISSING and not dataclasses.is_dataclass(key.default):
-            found["default"] = key.default
-        blocks[key.parent]["properties"][key.leaf] = found
+            node["default"] = key.default
+        blocks[key.parent]["properties"][key.leaf] = node
     return blocks[""]
 
 
@@ -67,33 +58,6 @@ def _block(config_cls: type) -> Schema:
 
 def _value(key: ConfigKey, definitions: Schema) -> Schema:
     """Return what pydantic knows of a field; text may be written as a number, as the loader takes it."""
-    hint = get_type_hints(key.owner, include_extras=True)[key.leaf]
-    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    kinds: list[Schema] = [{"type": "number"}] if key.type_name.startswith("text") else []
-    for option in options:
-        found = TypeAdapter(option).json_schema() | _limits(option)
-        definitions |= found.pop("$defs", {})
-        kinds.append(found)
-    return kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
-
-
-def _limits(hint: Any) -> Schema:
-    """Return the range of a number, which pydantic leaves out beside a validator."""
-    words = {
-        Ge: ("minimum", "ge"),
-        Gt: ("exclusiveMinimum", "gt"),
-        Le: ("maximum", "le"),
-        Lt: ("exclusiveMaximum", "lt"),
-    }
-    found = {}
-    for one in get_args(hint)[1:] if get_origin(hint) is Annotated else ():
-        if type(one) in words:
-            word, name = words[type(one)]
-            found[word] = getattr(one, name)
-    return found
-
-
-def _or_later(found: Schema, *, is_optional: bool) -> Schema:
-    """Allow references; an empty block is one without keys."""
-    is_empty = [{"type": "null"}] if is_optional or found.get("type") == "object" else []
-    return {"anyOf": [found, *is_empty, _LATER]}
+    found = TypeAdapter(get_type_hints(key.owner, include_extras=True)[key.leaf]).json_schema()
+    definitions |= found.pop("$defs", {})
+    return {"anyOf": [{"type": "number"}, found]} if key.type_name.startswith("text") else found

@@ -12,7 +12,8 @@ arrays of the store belong to every reader.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, KeysView, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -160,13 +161,13 @@ class Column:
         return self.outcomes is None or self.key in self.outcomes.result()[0].made
 
 
-class RemoteBatch:
+class RemoteBatch(UserDict[str, Column]):
     """A batch of a master. A call that makes a column returns at once; what needs it waits for it."""
 
     def __init__(self, order: Sequence[Sequence[int]]) -> None:
         """`order` has the rows of each part by their places in the whole batch."""
+        super().__init__()
         self.order = order
-        self._columns: dict[str, Column] = {}
 
     @property
     def num_parts(self) -> int:
@@ -178,15 +179,7 @@ class RemoteBatch:
                 f"a column of a remote batch must come from a call of an engine: got {type(column).__name__} for "
                 f"{key!r}. Compute it in a function f(engine, batch) and pass that to engine.call."
             )
-        self._columns[key] = column
+        super().__setitem__(key, column)
 
-    def __getitem__(self, key: str) -> Column:
-        if key not in self._columns:
-            raise KeyError(f"a batch must have {key!r}: got {sorted(self._columns)}")
-        return self._columns[key]
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._columns
-
-    def keys(self) -> KeysView[str]:
-        return self._columns.keys()
+    def __missing__(self, key: str) -> Column:
+        raise KeyError(f"a batch must have {key!r}: got {sorted(self)}")

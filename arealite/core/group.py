@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -24,8 +23,9 @@ from arealite.api.errors import GroupLostError
 from arealite.core.batch import CHANGED, Column, Pieces, RemoteBatch, with_counts
 from arealite.core.drawing import CallState
 from arealite.core.records import CallRecord
-from arealite.core.worker import Outcome
-from arealite.core.world import Call, GroupSpec, LossError, World, last_line, place
+from arealite.core.worker import GroupSpec, Outcome
+from arealite.core.world import Call, LossError, World, place
+from arealite.launcher.place.ray import last_line
 
 logger = logging.getLogger("arealite.core")
 
@@ -75,9 +75,8 @@ class WorkerGroup:
         self.num_respawns, self.num_replayed = 0, 0  # workers that replaced lost ones; calls that were done again
         self._record, self._note_incident = record, note_incident
         self._makers: dict[str, Callable[[], Any]] = {}  # of engines, by role
-        self._submitted: deque[_Task] = deque()
         self._lasting: list[_Task] = []  # what new workers do before they get the snapshot
-        self._tasks: list[_Task] = []  # since the snapshot
+        self._tasks: list[_Task] = []  # since the snapshot, those to come included
         self._snapshots: tuple[list[Any], Any] | None = None  # references by rank, and what keeps a copy here
         self._loss: LossError | None = None  # that another thread has noticed
         self._error: BaseException | None = None  # that ended the group
@@ -93,9 +92,9 @@ class WorkerGroup:
         self._thread.start()
 
     @property
-    def machines(self) -> list[str]:
+    def machines(self) -> tuple[str, ...]:
         """The nodes of the ranks."""
-        return [] if self._world is None else self._world.machines
+        return () if self._world is None else self._world.machines
 
     def add(self, role: str, make: Callable[[], Any]) -> None:
         """Make the engine of a role on every rank."""
@@ -119,7 +118,7 @@ class WorkerGroup:
             if self._error is not None:
                 task.reply.fail(self._error)
             else:
-                self._submitted.append(task)
+                self._tasks.append(task)
                 CHANGED.notify_all()
         return task.reply
 
@@ -142,43 +141,41 @@ class WorkerGroup:
     # The thread
 
     def _run(self) -> None:
-        while self._error is None:
-            with CHANGED:
-                CHANGED.wait_for(lambda: self._submitted or self._loss or self._error)
-                if self._submitted and self._loss is None:
-                    self._tasks.append(self._submitted.popleft())
-            try:
-                self._catch_up()
-            except BaseException as error:
-                self._end(error)
+        """Do one task after the other; if the workers are lost, let new ones do the step from its start."""
+        try:
+            while self._error is None:
+                try:
+                    self._do_next()
+                except LossError as loss:
+                    if self._error is None:
+                        self._judge(loss)
+                        self._lose(loss)
+        except BaseException as error:
+            self._end(error)
+
+    def _do_next(self) -> None:
+        """Wait for a task that is not done, and do it."""
+        if self._world is None:
+            self._form_world()
+        with CHANGED:
+            CHANGED.wait_for(lambda: self._loss or self._error or self._next())
+            if self._loss is not None:
+                raise self._loss
+            task = self._next()
+        if task is not None:
+            self._do(task)
+
+    def _next(self) -> _Task | None:
+        return next((task for task in self._tasks if not task.is_done), None)
 
     def _end(self, error: BaseException) -> None:
         """Let every call fail from now on."""
         with CHANGED:
             self._error = self._error or error
-            tasks = [*self._tasks, *self._submitted]
-            self._tasks, self._submitted = [], deque()
+            tasks, self._tasks = self._tasks, []
             CHANGED.notify_all()
         for task in tasks:
             task.reply.fail(self._error)
-
-    def _catch_up(self) -> None:
-        """Do what is not done; if the workers are lost, let new ones do the step from its start."""
-        while self._error is None:
-            try:
-                if self._world is None:
-                    self._form_world()
-                with CHANGED:
-                    if self._loss is not None:
-                        raise self._loss
-                    undone = next((task for task in self._tasks if not task.is_done), None)
-                if undone is None:
-                    return
-                self._do(undone)
-            except LossError as loss:
-                if self._error is None:
-                    self._judge(loss)
-                    self._lose(loss)
 
     def _do(self, task: _Task) -> None:
         """Do a call and hand over what came of it."""
@@ -216,7 +213,7 @@ class WorkerGroup:
                 end=time.time(),
                 moved_mib=sum(one.num_bytes for one in outcomes) / 2**20,
                 attempt=task.num_attempts,
-                machines=tuple(dict.fromkeys(world.machines)),
+                machines=world.machines,
             )
         )
         call.watch(call.name, CallState("replayed" if task.num_attempts > 1 else "done", begin, time.time()))
@@ -320,14 +317,12 @@ class WorkerGroup:
             is_known = loss.is_of_code and str(loss) in self._errors
             self._errors.add(str(loss))
             self._num_restarts += 1
-            if is_known:
-                raise self._final(loss, "a second time") from loss.__cause__
-            if self._num_restarts > self.spec.max_restarts:
-                told = f"after {self.spec.max_restarts} restarts since the last checkpoint (workers.restarts)"
-                raise self._final(loss, told) from loss.__cause__
+            if is_known or self._num_restarts > self.spec.max_restarts:
+                spent = f"after {self.spec.max_restarts} restarts since the last checkpoint (workers.restarts)"
+                raise self._final(loss, "a second time" if is_known else spent) from loss.__cause__
         text = (
             f"group {self.spec.name} is started again ({self._num_restarts} of {self.spec.max_restarts} restarts) and "
-            f"does {sum(task.begins is None for task in self._tasks)} calls of step {self.step} again: {loss}"
+            f"does {sum(task.num_attempts > 0 for task in self._tasks)} calls of step {self.step} again: {loss}"
         )
         logger.warning("%s", text)
         self._note_incident(text)
@@ -348,9 +343,8 @@ class WorkerGroup:
 
     def _final(self, loss: LossError, when: str) -> GroupLostError:
         """Return the error that ends the run."""
-        log = self.spec.log(loss.rank)
-        advice = f"Look at {log}." if log else "Look at the workers' output."
-        return _agreed(GroupLostError(f"group {self.spec.name} must keep its workers: got {loss}, {when}. {advice}"))
+        what = f"group {self.spec.name} must keep its workers: got {loss}, {when}. Look at {self.spec.log(loss.rank)}."
+        return _agreed(GroupLostError(what))
 
 
 def _agreed(error: GroupLostError) -> GroupLostError:

@@ -23,7 +23,7 @@ from arealite.core.graph import DataFlowGraph, ModelFunctionCall
 from arealite.core.group import Reply
 from arealite.core.names import named
 from arealite.core.page import Progress, write_page
-from arealite.core.records import CallLog, CallRecord, idle_share, overlap
+from arealite.core.records import CallLog, idle_share, overlap
 from arealite.core.sources import Episodes, MakeWorkflow, Rows
 from arealite.core.workers import Workers
 from arealite.launcher.plan.layout import make_layout
@@ -49,10 +49,8 @@ class Master:
         self._make_workflow = make_workflow
         self._calls_ahead = _calls_ahead(config, graph)
         self._ahead: dict[str, Reply] = {}  # those of the next step's batch
-        self._states: dict[str, CallState] = {}
         self._states_ahead: dict[str, CallState] = {}
-        self._last_calls: Sequence[CallRecord] = ()
-        self._step = 0
+        self.progress = Progress(graph)
 
     def run(self) -> None:
         """Train to the end, from the checkpoint of an interrupted run if there is one."""
@@ -82,12 +80,12 @@ class Master:
         cleanup.enter_context(stats)
         cleanup.enter_context(recover)  # from here on a run that is asked to stop ends with a checkpoint
         self._log = CallLog(RunFolder(config).calls, start_step=start_step)
-        cleanup.enter_context(_page_of(self))
+        self.progress.step = max(start_step - 1, 0)
+        cleanup.enter_context(self._page())
 
-        self._step = max(start_step - 1, 0)
         source.publish(actor, start_step)
         for step in range(start_step, ft_spec.total_train_steps):
-            self._step = step
+            self.progress.step = step
             with stats.timer("eval"):
                 stats.add(source.evaluate(actor, step))
             with stats.timer("rollout"):
@@ -117,8 +115,7 @@ class Master:
         engines: dict[str, Any] = {}
         for role in sorted(self.graph.engines, key=lambda role: role != self.graph.publishes):
             engine = engines[role] = self.workers.engine(role, self.graph.engines[role], getattr(self.config, role))
-            policy = engines[self.graph.publishes] if role == "ref" else None
-            engine.initialize(None, ft_spec, **({"policy": policy} if policy is not None else {}))
+            engine.initialize(None, ft_spec, policy=engines[self.graph.publishes] if role == "ref" else None)
             cleanup.callback(engine.destroy)
         return engines
 
@@ -136,11 +133,11 @@ class Master:
         replies, self._ahead = self._ahead, {}
         for call in calls:
             if call.name not in replies:
-                replies[call.name] = self._submit(call, batch, replies, self._states)
+                replies[call.name] = self._submit(call, batch, replies, self.progress.states)
         following = reserve([one.values for one in replies.values()]) if self._calls_ahead and reserve else None
         if following is not None:
             for call in self._calls_ahead:
-                reply = self._submit(call, following, self._ahead, self._states_ahead, step=self._step + 1)
+                reply = self._submit(call, following, self._ahead, self._states_ahead, step=self.progress.step + 1)
                 self._ahead[call.name] = reply
         metrics: dict[str, float] = {}
         for call in calls:
@@ -185,7 +182,7 @@ class Master:
         for one in records:
             self._log.append(one)
         calls = [one for one in records if one.call in self.graph.named]
-        self._last_calls, self._states, self._states_ahead = calls, self._states_ahead, {}
+        self.progress.calls, self.progress.states, self._states_ahead = calls, self._states_ahead, {}
         if not calls:
             return self.workers.metrics()
         begin, end = min(one.begin for one in calls), max(one.end for one in calls)
@@ -197,17 +194,29 @@ class Master:
         moved = sum(one.moved_mib for one in calls)
         return {**seconds, **idle, "core/overlap": overlap(calls), "core/moved_mib": moved} | self.workers.metrics()
 
-    def progress(self, *, is_finished: bool) -> Progress:
-        """Return what the page shows."""
-        return Progress(
-            graph=self.graph,
-            step=self._step,
-            states=dict(self._states),
-            machines=self.workers.machines(),
-            calls=self._last_calls,
-            incidents=self.workers.incidents,
-            is_finished=is_finished,
-        )
+    @contextmanager
+    def _page(self) -> Iterator[None]:
+        """Keep `graph.html` up to date from a thread of its own, while a run lasts."""
+        progress, is_over = self.progress, threading.Event()
+        progress.incidents = self.workers.incidents
+
+        def write() -> None:
+            progress.machines = self.workers.machines()
+            write_page(RunFolder(self.config), progress, now=time.time())
+
+        def keep_writing() -> None:
+            while not is_over.wait(_PAGE_S):
+                write()
+
+        thread = threading.Thread(target=keep_writing, name="arealite-page", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join(_PAGE_S)
+            progress.is_finished = True
+            write()
 
 
 def _calls_ahead(config: BaseExperimentConfig, graph: DataFlowGraph) -> list[ModelFunctionCall]:
@@ -222,25 +231,3 @@ def _calls_ahead(config: BaseExperimentConfig, graph: DataFlowGraph) -> list[Mod
             "of its own: got none. Give such a role ranks (workers.ref.ranks=1), or set workers.ahead=0."
         )
     return calls
-
-
-@contextmanager
-def _page_of(master: Master) -> Iterator[None]:
-    """Keep `graph.html` up to date from a thread of its own, while a run lasts."""
-    is_over = threading.Event()
-
-    def write(*, is_finished: bool) -> None:
-        write_page(RunFolder(master.config), master.progress(is_finished=is_finished), now=time.time())
-
-    def keep_writing() -> None:
-        while not is_over.wait(_PAGE_S):
-            write(is_finished=False)
-
-    thread = threading.Thread(target=keep_writing, name="arealite-page", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join(_PAGE_S)
-        write(is_finished=True)

@@ -5,7 +5,7 @@ The master writes it again every few seconds; a browser that shows it reloads it
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from html import escape
 from pathlib import Path
@@ -47,19 +47,19 @@ class Incident:
     text: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Progress:
-    """All that the page shows."""
+    """Where a run stands: all that the page shows."""
 
     graph: DataFlowGraph
-    step: int
+    step: int = 0
     """The step that runs, or ran last."""
-    states: Mapping[str, CallState]
-    machines: Mapping[Group, Sequence[str]]
+    states: dict[str, CallState] = field(default_factory=dict)
+    machines: Mapping[Group, Sequence[str]] = field(default_factory=dict)
     """By group of workers, the nodes of its ranks."""
-    calls: Sequence[CallRecord]
+    calls: Sequence[CallRecord] = ()
     """Those of the last finished step."""
-    incidents: Sequence[Incident]
+    incidents: Sequence[Incident] = ()
     is_finished: bool = False
 
 

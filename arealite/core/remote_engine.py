@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,8 +27,10 @@ from arealite.engine.checkpointing import WRITE_TIMEOUT_S
 from arealite.engine.ppo.actor import TOKENS
 from arealite.rollout.account.updates import KEYS, Update, update_of
 from arealite.utils import heartbeat
+from arealite.utils.distributed import meeting_address
 from arealite.utils.files import FileEntry
-from arealite.utils.network import LOOPBACK, hold_port, host_ip, port_of
+from arealite.utils.network import hold_port, port_of
+from arealite.utils.threads import start_thread
 
 _LOOK_AGAIN_S = 0.5
 _UPLOAD_TIMEOUTS = 2  # of an update, in which the workers must have sent the weights: to meet servers, and to send
@@ -57,7 +57,7 @@ class RemoteEngine:
         is_beside = policy is not None and policy.group is self.group
         kwargs: dict[str, Any] = {"policy": RoleName(policy.role)} if is_beside and policy is not None else {}
         self._value("initialize", addr, ft_spec, redo="always", **kwargs)
-        self.model_config = self._value(_model_config)
+        self.model_config = self._value("model_config")
 
     def destroy(self) -> None:
         """Free the model on every worker; after an error not, as the workers end and another call may hang on them."""
@@ -74,7 +74,7 @@ class RemoteEngine:
     @property
     def num_changes(self) -> int:
         """How often the weights have changed."""
-        return int(self._value(_num_changes))
+        return int(self._value("num_changes"))
 
     @property
     def num_threads(self) -> int:
@@ -207,9 +207,9 @@ class RemoteEngine:
 
     # Weights
 
-    def get_param_specs(self, weight_chunked_mem_mb: int = 1024) -> list[list[ParamSpec]]:
-        """Return name, full shape and dtype of every tensor in send order, in buckets."""
-        return self._value("get_param_specs", weight_chunked_mem_mb)
+    def get_param_specs(self, weight_chunked_mem_mb: int = 1024, num_senders: int | None = 1) -> list[list[ParamSpec]]:
+        """Return name, full shape and dtype of every tensor in send order, in buckets, and who sends it."""
+        return self._value("get_param_specs", weight_chunked_mem_mb, num_senders)
 
     def fingerprint(self) -> str:
         """Return a checksum of the parameters."""
@@ -218,8 +218,7 @@ class RemoteEngine:
     @property
     def frozen_weights(self) -> FrozenWeights | None:
         """What training never changes, with LoRA."""
-        frozen: FrozenWeights | None = self._value(_frozen_weights)
-        return frozen
+        return self._value("frozen_weights")
 
     def meeting_point(self, toward: str) -> tuple[str, int, bool]:
         """Return where rank 0 of the group will listen for servers on a host, and whether it has a GPU."""
@@ -227,8 +226,8 @@ class RemoteEngine:
 
     @property
     def transfer_group(self) -> str:
-        """The broadcast group in which the workers send weights; new workers are in none."""
-        group = str(self._value(_transfer_group))
+        """The broadcast group in which workers send weights; new ones are in none."""
+        group = str(self._value("transfer_group"))
         self._life = self.group.num_respawns
         return group
 
@@ -260,48 +259,23 @@ class RemoteEngine:
         return self.wait(self.group.submit(call), name).value
 
 
-def _model_config(engine: Any) -> Any:
-    return engine.model_config
-
-
-def _frozen_weights(engine: Any) -> FrozenWeights | None:
-    frozen: FrozenWeights | None = engine.frozen_weights
-    return frozen
-
-
-def _num_changes(engine: Any) -> int:
-    return int(engine.num_changes)
-
-
 def _begin_to_write(engine: Any, folder: str) -> None:
     """Start to write the state in a thread of this rank."""
-    engine.written = Future()
-
-    def write() -> None:
-        try:
-            engine.written.set_result(engine.write_state(folder))
-        except Exception as error:
-            engine.written.set_result(error)
-
-    threading.Thread(target=write, name="arealite-checkpoint", daemon=True).start()
+    engine.written = start_thread(engine.write_state, folder)
 
 
 def _written(engine: Any) -> Any:
     """Return the files, or the error, of a write that has ended."""
     if not hasattr(engine, "written"):
         return GroupLostError("a checkpoint must not lose its workers: others replaced them. The next one is whole.")
-    return engine.written.result() if engine.written.done() else None
+    return (engine.written.exception() or engine.written.result()) if engine.written.done() else None
 
 
 def _meeting_point(engine: Any, toward: str) -> tuple[str, int, bool]:
     """Hold a port of this node, until the next one, for a sender that reaches the host `toward` from its address."""
-    address = LOOPBACK if toward in (LOOPBACK, "localhost") else host_ip(toward)
+    address = meeting_address(toward)
     engine.held_port = hold_port(address)  # the last one closes with its last reference
     return address, port_of(engine.held_port), torch.cuda.is_available()
-
-
-def _transfer_group(engine: Any) -> str:
-    return str(engine.transfer_group)
 
 
 def _upload(engine: Any, meta: WeightUpdateMeta) -> dict[str, str]:

@@ -30,6 +30,9 @@ MakeWorkflow = Callable[[GenerationHyperparameters, Any], RolloutWorkflow]
 class Episodes:
     """Batches of episodes, whose servers get the weights that a role publishes."""
 
+    rollout: RemoteInferenceEngine
+    """There once `start` has connected to the servers."""
+
     def __init__(self, config: Any, make_workflow: MakeWorkflow | None, tokenizer: Any) -> None:
         if make_workflow is None:
             raise ConfigError("make_workflow must be given for a graph that generates: got None. Pass one to Master.")
@@ -44,7 +47,6 @@ class Episodes:
         self._workflow = self._make_workflow()
         self._eval_workflow = make_workflow(config.eval_gconfig, tokenizer)
         self._should_accept = has_spread if config.actor.dynamic_sampling else None
-        self.rollout: RemoteInferenceEngine | None = None
 
     def start(self, cleanup: ExitStack, workers: Workers) -> None:
         """Connect to the servers."""
@@ -65,28 +67,23 @@ class Episodes:
 
     def collect(self) -> Any:
         """Return the next batch of bounded staleness."""
-        return self._engine.prepare_batch(self.dataloader, self._workflow, self._should_accept)
+        return self.rollout.prepare_batch(self.dataloader, self._workflow, self._should_accept)
 
     def reserve(self, until: Sequence[Future[Any]]) -> Any:
         """Return the batch of the next step, or None if it is not certain before all of `until` are done."""
-        return self._engine.reserve_batch(self.dataloader, self._workflow, self._should_accept, until=until)
+        return self.rollout.reserve_batch(self.dataloader, self._workflow, self._should_accept, until=until)
 
     def evaluate(self, engine: Any, step: int, *, force: bool = False) -> Mapping[str, float] | None:
         """Evaluate the weights after `step` updates if due or forced."""
-        return self.evaluator.evaluate(self._engine, step, force=force)
+        return self.evaluator.evaluate(self.rollout, step, force=force)
 
     def publish(self, engine: Any, version: int) -> None:
         """Give every server the weights of an engine."""
-        publish_weights(engine, self._engine, version=version)
+        publish_weights(engine, self.rollout, version=version)
 
     def metrics(self) -> Mapping[str, float]:
         """Return the counts of the rollout engine."""
-        return self._engine.metrics()
-
-    @property
-    def _engine(self) -> RemoteInferenceEngine:
-        assert self.rollout is not None, "start comes first"
-        return self.rollout
+        return self.rollout.metrics()
 
 
 class Rows:

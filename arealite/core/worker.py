@@ -24,7 +24,7 @@ from arealite.utils.distributed import is_agreed
 from arealite.utils.network import hold_port, host_ip, port_of
 
 Run = str | Callable[..., Any]
-"""A method of the role's engine by name, or `f(engine, batch, **kwargs)`."""
+"""A method or property of the role's engine by name, or `f(engine, batch, **kwargs)`."""
 
 
 @dataclass(frozen=True)
@@ -54,19 +54,38 @@ class Outcome:
     """Lines of the user's that the error has passed."""
 
 
+@dataclass(frozen=True)
+class GroupSpec:
+    """What a group is made of."""
+
+    name: str
+    num_ranks: int
+    strategy: str
+    cpus: float  # of each worker, as Ray counts them
+    gpus: float
+    memory: int  # bytes
+    num_threads: int
+    env: Mapping[str, str]  # may hold secrets
+    log_folder: Path
+    call_timeout_s: float
+    max_restarts: int  # between two checkpoints
+
+    def log(self, rank: int) -> Path:
+        """Return the path of a worker's log."""
+        return self.log_folder / f"{self.name}-{rank}.log"
+
+
 class Worker:
     """The actor."""
 
-    def __init__(self, name: str, log: str | None, num_threads: int, env: Mapping[str, str]) -> None:
-        """`env` may hold secrets, so it comes here and not with the actor's options, which all users of a node see."""
-        os.environ.update(env)
+    def __init__(self, spec: GroupSpec, rank: int) -> None:
+        os.environ.update(spec.env)
         self._engines: dict[str, Any] = {}
-        self._log = log
-        if log is not None:
-            write_output_to(Path(log))
+        self._log = spec.log(rank)
+        write_output_to(self._log)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        torch.set_num_threads(num_threads)
-        heartbeat.start(name)
+        torch.set_num_threads(spec.num_threads)
+        heartbeat.start(f"{spec.name}-{rank}")
 
     def address(self, toward: str) -> tuple[str, str, int]:
         """Return this node's name, the address by which `toward` reaches it and a port that is free there."""
@@ -87,27 +106,26 @@ class Worker:
     def call(self, told: bytes, num_parts: int, *pieces: Piece) -> Any:
         """Do a pickled RankCall; return its pickled Outcome, and a piece of what it made for each part of the batch."""
         results: list[Piece] = [{}] * num_parts
+        outcome = _pickled(self._tried(lambda: self._do(pickle.loads(told), pieces, results)))
+        heartbeat.tick()
+        return [outcome, *results] if results else outcome
 
-        def act() -> Outcome:
-            call: RankCall = pickle.loads(told)
-            with trace.span(f"{call.role}.{getattr(call.run, '__name__', call.run)}"):
-                return act_on(call)
-
-        def act_on(call: RankCall) -> Outcome:
-            engine = self._engines[call.role]
-            run = getattr(engine, call.run) if isinstance(call.run, str) else functools.partial(call.run, engine)
-            kwargs = {
-                key: self._engines[one.role] if isinstance(one, RoleName) else one for key, one in call.kwargs.items()
-            }
+    def _do(self, call: RankCall, pieces: Sequence[Piece], results: list[Piece]) -> Outcome:
+        """Do a call, and set the piece of what it made of each part."""
+        engine, name = self._engines[call.role], getattr(call.run, "__name__", call.run)
+        run = getattr(engine, call.run) if isinstance(call.run, str) else functools.partial(call.run, engine)
+        kwargs = {
+            key: self._engines[one.role] if isinstance(one, RoleName) else one for key, one in call.kwargs.items()
+        }
+        with trace.span(f"{call.role}.{name}"):
             if not call.pieces:
-                return Outcome(run(*call.args, **kwargs))
+                return Outcome(run(*call.args, **kwargs) if callable(run) else run)
             parts = _restored(call.pieces, pieces)
             batch = join(parts)
             before = dict(batch.items())
             value = run(batch, *call.args, **kwargs)
             if isinstance(value, torch.Tensor):
                 if call.output is None:
-                    name = call.run if isinstance(call.run, str) else call.run.__name__
                     raise ValueError(
                         f"a tensor that a call returns must have a name: got one of {name}. Pass output=... to call, "
                         "or declare exactly one output."
@@ -117,10 +135,6 @@ class Worker:
             results[:] = [pack(one, made) for one in cut(batch, parts, made)] if made else results
             sizes = [array.values.nbytes for piece in (*pieces, *results) for array in piece.values()]
             return Outcome(value, made, sum(sizes))
-
-        outcome = _pickled(self._tried(act))
-        heartbeat.tick()
-        return [outcome, *results] if results else outcome
 
     def snapshot(self) -> dict[str, Any]:
         """Return what each role that is trained needs to continue from here; others are read from their path again."""
@@ -137,7 +151,7 @@ class Worker:
             outcome = action()
         except Exception as error:
             traceback.print_exc()
-            where = [*users_code(error), *([f"  the whole traceback: {self._log}"] if self._log else [])]
+            where = [*users_code(error), f"  the whole traceback: {self._log}"]
             return Outcome(error=portable(error), is_agreed=is_agreed(error), trace="\n".join(where))
         return outcome if isinstance(outcome, Outcome) else Outcome(outcome)
 

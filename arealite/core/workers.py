@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections import deque
@@ -30,8 +31,9 @@ from arealite.core.group import WorkerGroup
 from arealite.core.page import Incident
 from arealite.core.records import CallRecord
 from arealite.core.remote_engine import RemoteEngine
-from arealite.core.rollouts.workers import RolloutWorkers, spawn
-from arealite.core.world import GroupSpec
+from arealite.core.rollouts.worker import RolloutSpec
+from arealite.core.rollouts.workers import RolloutWorkers
+from arealite.core.worker import GroupSpec
 from arealite.engine.fsdp_engine import COLLECTIVE_TIMEOUT_S
 from arealite.engine.ppo.actor import TOKENS
 from arealite.launcher.place.ray import connect, forwarded_environment
@@ -122,6 +124,7 @@ class Workers:
 
     def _spec(self, group: Group) -> GroupSpec:
         launcher, is_cluster = self._config.launcher, bool(os.environ.get("RAY_ADDRESS"))
+        num_threads = group.threads or torch.get_num_threads()
         return GroupSpec(
             name=group.name,
             num_ranks=group.num_ranks,
@@ -129,9 +132,9 @@ class Workers:
             cpus=launcher.trainer_cpus_per_gpu if is_cluster else 0,
             gpus=float(group.gpus_per_rank),
             memory=launcher.trainer_mem_per_gpu << 20,
-            num_threads=group.threads or torch.get_num_threads(),
-            env=self._env,
-            log_folder=str(RunFolder(self._config).logs),
+            num_threads=num_threads,
+            env=self._env | {"OMP_NUM_THREADS": str(num_threads)},
+            log_folder=RunFolder(self._config).logs,
             call_timeout_s=self._limits.call_timeout,
             max_restarts=self._limits.restarts,
         )
@@ -140,23 +143,24 @@ class Workers:
         self, make_workflow: Callable[[], RolloutWorkflow], should_accept: ShouldAccept | None
     ) -> RolloutWorkers | None:
         """Return what runs episodes with this workflow on `workers.rollout.num` processes; None if that is 0."""
-        if (num := self._limits.rollout.num) == 0:
+        if self._limits.rollout.num == 0:
             return None
         assert self._config.rollout is not None, "episodes have a block"
-        start = functools.partial(
-            spawn,
-            env=self._env,
-            log_folder=RunFolder(self._config).logs,
+        path = os.pathsep.join(filter(None, sys.path))  # with rewards' files
+        spec = RolloutSpec(
+            num=self._limits.rollout.num,
             config=self._config.rollout,
             make_workflow=make_workflow,
             should_accept=should_accept,
+            env=self._env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+            log_folder=RunFolder(self._config).logs,
+            max_restarts=self._limits.restarts,
         )
-        return RolloutWorkers(num, start, max_restarts=self._limits.restarts, note_incident=self._note_incident)
+        return RolloutWorkers(spec, self._note_incident)
 
-    def machines(self) -> dict[Group, list[str]]:
+    def machines(self) -> dict[Group, tuple[str, ...]]:
         """Return the nodes of each group that runs."""
-        running = {one: self._groups[one.name] for one in self._layout if one.name in self._groups}
-        return {one: list(dict.fromkeys(group.machines)) for one, group in running.items()}
+        return {one: self._groups[one.name].machines for one in self._layout if one.name in self._groups}
 
     def take_records(self) -> list[CallRecord]:
         """Return the records of calls that have ended since the last time."""
@@ -250,6 +254,7 @@ def _start_ray(num_gpus: int, folder: str) -> None:
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[:num_gpus])
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would report to its makers
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # no worker of ours is one without variables
     ray.init(
         address="local",  # and not one that somebody else runs on this node
         num_cpus=max(64, os.cpu_count() or 1),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from arealite.api.errors import GroupLostError
 from arealite.core.batch import Column
 from arealite.core.drawing import CallState
-from arealite.core.worker import Outcome, RankCall, Run, Worker
+from arealite.core.worker import GroupSpec, Outcome, RankCall, Run, Worker
+from arealite.launcher.place.ray import last_line
 from arealite.utils import heartbeat
 
 logger = logging.getLogger("arealite.core")
@@ -40,27 +40,6 @@ _AT_START = ("OMP_NUM_THREADS", "PYTHON", "PYTORCH", "TORCH")  # begin variables
 Redo = Literal["never", "until_done", "in_step", "always"]
 """When workers that replace lost ones do a call: never (its caller gets an error), while it has not ended (it changes
 nothing), until its step is over, or always (it makes the engine what it is)."""
-
-
-@dataclass(frozen=True)
-class GroupSpec:
-    """What a group is made of."""
-
-    name: str
-    num_ranks: int
-    strategy: str
-    cpus: float  # of each worker, as Ray counts them
-    gpus: float
-    memory: int  # bytes
-    num_threads: int
-    env: Mapping[str, str]
-    log_folder: str | None
-    call_timeout_s: float
-    max_restarts: int  # between two checkpoints
-
-    def log(self, rank: int) -> str | None:
-        """Return the path of a worker's log, if it has one."""
-        return None if self.log_folder is None else os.path.join(self.log_folder, f"{self.name}-{rank}.log")
 
 
 @dataclass(frozen=True)
@@ -113,14 +92,13 @@ def _bundle(spec: GroupSpec) -> dict[str, float]:
     return {name: amount for name, amount in needs.items() if amount} or {"CPU": 0.001}
 
 
-def actor_of(kind: type, env: Mapping[str, str], **options: Any) -> tuple[Any, dict[str, str]]:
-    """Return a class of actors that Ray never starts again, and the variables that they must set themselves.
+def actor_of(kind: type, env: Mapping[str, str], **options: Any) -> Any:
+    """Return a class of actors that Ray never starts again, and that set variables themselves, but for some of them.
 
     Ray writes those that they start with to its logs, where secrets must not be.
     """
-    at_start = {name: value for name, value in env.items() if name.startswith(_AT_START)}
-    options |= {"max_restarts": 0, "max_task_retries": 0, "runtime_env": {"env_vars": at_start}}
-    return ray.remote(kind).options(**options), {name: env[name] for name in env.keys() - at_start.keys()}
+    at_start = {"env_vars": {name: value for name, value in env.items() if name.startswith(_AT_START)}}
+    return ray.remote(kind).options(max_restarts=0, max_task_retries=0, runtime_env=at_start, **options)
 
 
 class World:
@@ -128,26 +106,26 @@ class World:
 
     def __init__(self, spec: GroupSpec, placement: Any) -> None:
         self.spec = spec
-        self.machines: list[str] = []  # of the ranks
+        self.machines: tuple[str, ...] = ()  # of the ranks, each once
         self._actors = [self._spawn(rank, placement) for rank in range(spec.num_ranks)]
 
     def _spawn(self, rank: int, placement: Any) -> Any:
         spec, bundle = self.spec, _bundle(self.spec)
-        actor, others = actor_of(
+        actor = actor_of(
             Worker,
-            {**spec.env, "OMP_NUM_THREADS": str(spec.num_threads)},
+            spec.env,
             num_cpus=bundle.get("CPU", 0),
             num_gpus=bundle.get("GPU", 0),
             memory=bundle.get("memory"),
             scheduling_strategy=PlacementGroupSchedulingStrategy(placement, rank),
         )
-        return actor.remote(f"{spec.name}-{rank}", spec.log(rank), spec.num_threads, others)
+        return actor.remote(spec, rank)
 
     def meet(self) -> None:
         """Let the workers take the places of ranks."""
         spec, own = self.spec, ray.util.get_node_ip_address()
         addresses = self._get([actor.address.remote(own) for actor in self._actors], "starting")
-        self.machines = [name for name, _, _ in addresses]
+        self.machines = tuple(dict.fromkeys(name for name, _, _ in addresses))
         hosts, (_, master, port) = [host for _, host, _ in addresses], addresses[0]
         environments = [
             {
@@ -275,7 +253,3 @@ class World:
 
 def cause_of_death(error: BaseException) -> str:
     return last_line(error).removeprefix("The actor is dead because ").partition(" Some common causes")[0]
-
-
-def last_line(error: BaseException) -> str:
-    return str(error).strip().rpartition("\n")[2].strip()

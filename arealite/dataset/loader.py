@@ -8,6 +8,7 @@ import functools
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from arealite.utils.images import decode_image, process_images
 logger = logging.getLogger("arealite.dataset")
 
 
+@dataclass(eq=False, repr=False)
 class PromptLoader:
     """Batches of prompts without end, epoch after epoch.
 
@@ -32,25 +34,20 @@ class PromptLoader:
     continues where the first stopped. With `drop_last` the rest of an epoch that fills no batch is skipped.
     """
 
-    def __init__(
-        self,
-        dataset: Sequence[dict[str, Any]],
-        batch_size: int,
-        shuffle: bool = True,
-        seed: int = 1,
-        drop_last: bool = True,
-    ) -> None:
-        if not 1 <= batch_size <= len(dataset):
+    dataset: Sequence[dict[str, Any]]
+    batch_size: int
+    shuffle: bool = True
+    seed: int = 1
+    drop_last: bool = True
+
+    def __post_init__(self) -> None:
+        num_rows = len(self.dataset)
+        if not 1 <= self.batch_size <= num_rows:
             raise ValueError(
-                f"batch_size must lie in 1..{len(dataset)}, the rows of the dataset: got {batch_size}. "
+                f"batch_size must lie in 1..{num_rows}, the rows of the dataset: got {self.batch_size}. "
                 "Lower train_dataset.batch_size or use more data."
             )
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.seed = seed
-        self.drop_last = drop_last
-        self._epoch_end = length_of_epoch(len(dataset), batch_size=batch_size, drop_last=drop_last)
+        self._epoch_end = length_of_epoch(num_rows, batch_size=self.batch_size, drop_last=self.drop_last)
         self._epoch = self._position = 0
         self._order: list[int] = []
         self._move_to(0, 0)

@@ -27,14 +27,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.engine_api import TrainEngine
 from arealite.api.errors import CheckpointError, ConfigError
-from arealite.api.io_struct import (
-    FinetuneSpec,
-    FrozenWeights,
-    ParamSpec,
-    SaveLoadMeta,
-    WeightSharing,
-    WeightUpdateMeta,
-)
+from arealite.api.io_struct import FinetuneSpec, FrozenWeights, ParamSpec, SaveLoadMeta, WeightSharing, WeightUpdateMeta
 from arealite.api.script import refuse_import
 from arealite.engine import fsdp_weights, hf_model, lora, output_layer, sharding
 from arealite.engine.checkpointing import CheckpointedEngine
@@ -42,20 +35,11 @@ from arealite.engine.costs import UpdateCosts
 from arealite.engine.optimizer import LRSchedule, adamw_8bit, make_adamw, optimizer_state
 from arealite.engine.packed_attention import pick_attention, sequence_bounds
 from arealite.engine.vision import vision_inputs
-from arealite.utils import distributed, heartbeat, trace
+from arealite.utils import distributed, heartbeat, tensors, trace
 from arealite.utils.images import sees_images
 from arealite.utils.logging import setup_logging
 from arealite.utils.seeding import seed_everything
-from arealite.utils.tensors import (
-    MicroBatch,
-    count_micro_batches,
-    on_device,
-    pack_rows,
-    split_rows,
-    unit_lengths,
-    unpack_rows,
-)
-from arealite.utils.weight_transfer import BroadcastGroup, close_group
+from arealite.utils.tensors import MicroBatch
 
 if TYPE_CHECKING:
     from arealite.api.engine_api import LossFn, LossWeightFn
@@ -89,7 +73,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         self._version = 0
         self._has_trained = False
         self.num_changes = 0
-        self._transfer: BroadcastGroup | None = None
+        self._sender = fsdp_weights.WeightSender()
         self._shares: WeightSharing | None = None  # a server that samples from our own parameters
         self._running: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self._frozen: dict[str, str] = {}  # what adapters add to, as checkpoints name it
@@ -170,8 +154,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
             self.frozen_weights = FrozenWeights(frozen, fsdp_weights.frozen_names(self.model))
 
     def destroy(self) -> None:
-        if self._transfer is not None:
-            close_group(self._transfer)
+        self._sender.close()
         del self.model
         if self.config.optimizer is not None:
             del self.optimizer, self.lr_schedule
@@ -276,7 +259,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
             if micro_batch.num_tokens:
                 values.append(post_hook(self._outputs(hidden_NH), packed))
         self.model.reshard()
-        return unpack_rows(values, [mb for mb in micro_batches if mb.num_tokens], input_)
+        return tensors.unpack_rows(values, [mb for mb in micro_batches if mb.num_tokens], input_)
 
     def step_lr_scheduler(self) -> None:
         if self._has_trained:  # a script may call this although `ppo_update` and `train_lm` did
@@ -285,11 +268,11 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
 
     def _split(self, input_: TensorDict, rows_per_unit: int = 1) -> list[MicroBatch]:
         """Pack this rank's rows into micro-batches, as many as on every rank so that collectives match."""
-        lengths, spec = unit_lengths(input_["attention_mask"], rows_per_unit), self.config.mb_spec
-        count = count_micro_batches(lengths, spec.n_mbs, spec.max_tokens_per_mb)
+        lengths, spec = tensors.unit_lengths(input_["attention_mask"], rows_per_unit), self.config.mb_spec
+        count = tensors.count_micro_batches(lengths, spec.n_mbs, spec.max_tokens_per_mb)
         (count_on_all,) = distributed.all_reduce_numbers([count], dist.ReduceOp.MAX, self._group)
-        groups = split_rows(lengths, int(count_on_all), spec.max_tokens_per_mb, rows_per_unit=rows_per_unit)
-        return [pack_rows(input_, rows) for rows in groups]
+        groups = tensors.split_rows(lengths, int(count_on_all), spec.max_tokens_per_mb, rows_per_unit=rows_per_unit)
+        return [tensors.pack_rows(input_, rows) for rows in groups]
 
     def _weigh(
         self, input_: TensorDict, loss_weight_fn: LossWeightFn, rows_per_unit: int
@@ -310,7 +293,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
 
     def _hidden_states(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, TensorDict]:
         """Return hidden states `[N, H]` of a micro-batch; an empty one runs on a single token, which is dropped."""
-        packed = on_device(micro_batch.packed, self.device)
+        packed = tensors.on_device(micro_batch.packed, self.device)
         num_tokens = micro_batch.num_tokens
         inputs: dict[str, Any] = {key: packed[key] for key in ("input_ids", "position_ids")}
         lengths = real = [length for length in micro_batch.packed["cu_seqlens"].diff().tolist() if length]
@@ -365,9 +348,9 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         """
         assert self.config.optimizer is not None, "only a model that is trained has a state"
         trained = ((name, one) for name, one in self.model.named_parameters() if one.requires_grad)
-        tensors = [*trained, *self.model.named_buffers()]
+        weights = [*trained, *self.model.named_buffers()]
         return {
-            "model": {name: tensor.detach() for name, tensor in tensors},
+            "model": {name: tensor.detach() for name, tensor in weights},
             "optimizer": optimizer_state(self.model, self.optimizer),
             "num_steps": self.lr_schedule.num_steps,
             "version": self._version,
@@ -386,8 +369,9 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         self.lr_schedule.set_step(int(state["num_steps"]))
         self.set_version(int(state["version"]))
 
-    def get_param_specs(self, weight_chunked_mem_mb: int = 1024) -> list[list[ParamSpec]]:
-        return fsdp_weights.param_buckets(self.model, self.config.dtype, weight_chunked_mem_mb * 2**20)
+    def get_param_specs(self, weight_chunked_mem_mb: int = 1024, num_senders: int | None = 1) -> list[list[ParamSpec]]:
+        max_bytes, count = weight_chunked_mem_mb * 2**20, num_senders or distributed.num_nodes()
+        return fsdp_weights.param_buckets(self.model, self.config.dtype, max_bytes, count)
 
     def fingerprint(self) -> str:
         """Return a checksum of the parameters, equal only if all bits are (collective)."""
@@ -395,31 +379,27 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
 
     @property
     def transfer_group(self) -> str:
-        """The broadcast group in which rank 0 sends weights, "" if it is in none."""
-        return "" if self._transfer is None else self._transfer.name
+        """The broadcast group in which rank 0, and others beside it, send weights, "" if there is none."""
+        return self._sender.update
 
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
-        """Send the weights in `dtype` to the folder `meta.path` or to the group named in `meta`, or share them with the
-        server in it (collective, blocking).
+        """Send the weights in `dtype` to the folder `meta.path` or to the groups named in `meta`, or share them with
+        the server in it (collective, blocking); what `meta` says on rank 0 counts.
 
         Resolves `meta.uploaded` on rank 0; a failure raises on every rank.
         """
         try:
-            if meta.frozen is not None:  # on rank 0 alone the receiving half has decided
-                is_partial = meta.is_partial and dist.get_rank() == 0
-                meta.is_partial = bool(distributed.all_reduce_numbers([is_partial], group=self._group)[0])
-                assert not meta.is_partial or meta.frozen == self.frozen_weights, (
-                    "others are frozen than were announced"
-                )
+            meta = distributed.from_rank_0(meta, self._group)
+            assert not meta.is_partial or meta.frozen == self.frozen_weights, "others are frozen than were announced"
             if meta.type == "disk":
                 fsdp_weights.publish_checkpoint(self.model, meta, self.dtype)
             elif meta.type == "shared":
                 self._shares = meta.shares
                 fsdp_weights.share_whole_model(self.model, meta, self.dtype)
             else:
-                self._transfer = fsdp_weights.send_weights(self.model, meta, self.dtype, self._transfer)
+                self._sender.send(self.model, meta, self.dtype)
         except BaseException as error:
-            self._transfer = None
+            self._sender.close()
             if not meta.uploaded.done():
                 meta.uploaded.set_exception(error)
             raise

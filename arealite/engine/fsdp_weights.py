@@ -1,17 +1,21 @@
 """Reads and writes a sharded model's weights and optimizer state: checkpoints, and buckets for servers.
 
-Invariant: when writing or sending fails on rank 0, it keeps gathering to the end, so that no rank waits for one that
-left, and every rank raises.
+Invariant: a rank on which writing or sending fails keeps gathering to the end, so that no rank waits for one that left,
+and every rank raises.
 """
 
+import itertools
 import math
 import os
 import shutil
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
@@ -20,13 +24,28 @@ from transformers import PreTrainedModel
 
 from arealite.api.errors import CheckpointError
 from arealite.api.io_struct import ParamSpec, WeightUpdateMeta
-from arealite.engine.hf_model import checkpoint_shapes, gathered, iter_full_params, write_checkpoint
-from arealite.engine.lora import adapter_parameters, write_adapter
+from arealite.engine.hf_model import (
+    checkpoint_shapes,
+    gathered,
+    iter_full_params,
+    shapes_by_parameter,
+    write_checkpoint,
+)
+from arealite.engine.lora import adapter_parameters, changing_parameters, write_adapter
 from arealite.engine.optimizer import optimizer_state
-from arealite.utils.distributed import all_reduce, on_rank_0, raise_on_every_rank
+from arealite.utils.distributed import agreed, all_reduce, of_all_ranks, on_rank_0, raise_on_every_rank
 from arealite.utils.files import publish_folder
 from arealite.utils.fingerprint import fingerprint, fingerprints, model_fingerprint
-from arealite.utils.weight_transfer import BroadcastGroup, buckets_without, close_group, join_group, send_bucket
+from arealite.utils.weight_transfer import (
+    BroadcastGroup,
+    buckets_without,
+    close_group,
+    group_of,
+    host_group,
+    join_group,
+    send_bucket,
+    senders_of,
+)
 
 OPTIMIZER_FOLDER = "optimizer"
 
@@ -40,7 +59,7 @@ def write_whole_model(model: PreTrainedModel, path: str, dtype: torch.dtype) -> 
 def write_whole_adapter(model: PreTrainedModel, path: str) -> None:
     """Write the adapter in PEFT's format, float32 (collective)."""
     whole = ((name, gathered(one, torch.float32)) for name, one in adapter_parameters(model).items())
-    state = {name: tensor.to("cpu", copy=True) for name, tensor in whole if dist.get_rank() == 0}
+    state = {name: tensor.to("cpu", copy=True) for name, tensor in whole if not tensor.is_meta}
     on_rank_0(lambda: write_adapter(model, state, path))
 
 
@@ -48,6 +67,7 @@ def publish_checkpoint(model: PreTrainedModel, meta: WeightUpdateMeta, dtype: to
     """Write a checkpoint, of all tensors or of those that can change, that appears at once at `meta.path`, in place of
     an existing one (collective)."""
     state = _gather(model, dtype, is_partial=meta.is_partial)
+    torch.cuda.empty_cache()  # servers that wake up on this device need what the update took; nothing without one
 
     def publish() -> None:
         _publish(model, state, meta, dtype)
@@ -61,7 +81,7 @@ def _gather(model: PreTrainedModel, dtype: torch.dtype, *, is_partial: bool = Fa
     """Return all tensors, or those that can change, on rank 0, none on others (collective)."""
     # A tensor may be a view of padded storage or of fused experts, which safetensors refuses: copy it out.
     params = iter_full_params(model, dtype, is_partial=is_partial)
-    return {name: tensor.to("cpu", copy=True) for name, tensor in params if dist.get_rank() == 0}
+    return {name: tensor.to("cpu", copy=True) for name, tensor in params if not tensor.is_meta}
 
 
 def _publish(
@@ -74,37 +94,66 @@ def _publish(
     publish_folder(Path(partial), Path(meta.path))
 
 
-def send_weights(
-    model: PreTrainedModel, meta: WeightUpdateMeta, dtype: torch.dtype, group: BroadcastGroup | None
-) -> BroadcastGroup | None:
-    """Send the buckets (collective) over `group`, or over the one in `meta` if that has a new name.
+class WeightSender:
+    """This rank's part in updates by broadcast: the group in which it sends, from one update to the next.
 
-    Receivers outside of the group get a checkpoint. Returns rank 0's group for the next time. A failure closes it, so
-    that the receivers fail at once.
+    A failure closes it, so that the receivers fail at once; every rank raises, and the next update needs new groups.
     """
-    error: Exception | None = None
-    state: dict[str, torch.Tensor] = {}
-    params = iter_full_params(model, dtype, is_partial=meta.is_partial)
-    buckets = buckets_without(meta.nccl_param_specs, frozen_names(model) if meta.is_partial else ())
-    for specs in buckets:
-        tensors = [tensor for _, tensor in (next(params) for _ in specs)]
-        if dist.get_rank() == 0 and error is None:
-            try:
-                if meta.nccl_world_size > 1:
-                    group = _joined(meta, group)
-                    send_bucket(group, tensors, timeout_s=meta.timeout_s)
-                if meta.wants_fingerprints:
-                    meta.fingerprints |= fingerprints({spec.name: one for spec, one in zip(specs, tensors)})
-                if meta.also_disk:
-                    state |= {spec.name: one.to("cpu", copy=True) for spec, one in zip(specs, tensors)}
-                    if specs is buckets[-1]:
-                        _publish(model, state, meta, dtype)
-            except Exception as caught:
-                error = caught
-    if error is not None and group is not None:
-        close_group(group)
-    raise_on_every_rank(error)
-    return group
+
+    def __init__(self) -> None:
+        self.update = ""  # name of the groups of all senders
+        self._group: BroadcastGroup | None = None  # None on a rank that sends nothing
+        self._stores: list[Store] = []  # rank 0: of groups whose sender is another rank
+
+    def send(self, model: PreTrainedModel, meta: WeightUpdateMeta, dtype: torch.dtype) -> None:
+        """Gather each tensor to its owner, which sends it (collective); receivers outside get a checkpoint."""
+        if self.update != meta.nccl_group_name:
+            agreed(lambda: self._join(meta))
+        error: Exception | None = None
+        found: dict[str, str] = {}
+        buckets = buckets_without(meta.nccl_param_specs, frozen_names(model) if meta.is_partial else ())
+        owners = [spec.owner for bucket in buckets for spec in bucket]
+        params = iter_full_params(model, dtype, is_partial=meta.is_partial, owners=owners)
+        for specs in buckets:
+            own = {name: one for name, one in itertools.islice(params, len(specs)) if not one.is_meta}
+            if own and error is None:
+                try:
+                    if self._group is not None:
+                        send_bucket(self._group, list(own.values()), timeout_s=meta.timeout_s)
+                    if meta.wants_fingerprints:
+                        found |= fingerprints(own)
+                except Exception as caught:
+                    error = caught
+                    self.close()
+        raise_on_every_rank(error)
+        if meta.wants_fingerprints:
+            for one in of_all_ranks(found):
+                meta.fingerprints |= one
+        if meta.also_disk:
+            publish_checkpoint(model, meta, dtype)
+
+    def close(self) -> None:
+        """Leave the group, and end the stores of others."""
+        if self._group is not None:
+            close_group(self._group)
+        self.update, self._group, self._stores = "", None, []
+
+    def _join(self, meta: WeightUpdateMeta) -> None:
+        """Join the group of this rank, if it sends, in place of another; rank 0 listens for those of all senders.
+
+        There is none if no server takes broadcasts.
+        """
+        self.close()
+        rank, size, timeout_s = dist.get_rank(), meta.nccl_world_size, meta.timeout_s
+        place = meta.nccl_master_address, meta.nccl_master_port
+        for num_before, sender in enumerate(senders_of(meta.nccl_param_specs) if size > 1 else ()):
+            name = group_of(meta.nccl_group_name, sender)
+            if rank == 0 and sender != 0:
+                self._stores.append(host_group(*place, size, name, num_before=num_before, timeout_s=timeout_s))
+            elif rank == sender:
+                more: Any = {"backend": meta.nccl_backend, "timeout_s": timeout_s, "is_hosted": rank != 0}
+                self._group = join_group(*place, 0, size, name, **more)
+        self.update = meta.nccl_group_name
 
 
 def share_whole_model(model: PreTrainedModel, meta: WeightUpdateMeta, dtype: torch.dtype) -> None:
@@ -118,23 +167,6 @@ def share_whole_model(model: PreTrainedModel, meta: WeightUpdateMeta, dtype: tor
         shares.share(weights, version)
 
     on_rank_0(share)
-
-
-def _joined(meta: WeightUpdateMeta, group: BroadcastGroup | None) -> BroadcastGroup:
-    """Return the group named in `meta`; close a previous one."""
-    if group is not None and group.name == meta.nccl_group_name:
-        return group
-    if group is not None:
-        close_group(group)
-    return join_group(
-        meta.nccl_master_address,
-        meta.nccl_master_port,
-        rank=0,
-        world_size=meta.nccl_world_size,
-        name=meta.nccl_group_name,
-        backend=meta.nccl_backend,
-        timeout_s=meta.timeout_s,
-    )
 
 
 def fingerprint_shards(model: PreTrainedModel, *, only_frozen: bool = False) -> str:
@@ -158,18 +190,47 @@ def fingerprint_shards(model: PreTrainedModel, *, only_frozen: bool = False) -> 
     return model_fingerprint(dict(zip(values, totals, strict=True)))
 
 
-def param_buckets(model: PreTrainedModel, dtype: str, max_bytes: int) -> list[list[ParamSpec]]:
-    """Return the specs of all tensors in send order, in buckets of at most `max_bytes`; a larger one gets its own."""
-    specs = [ParamSpec(name, shape, dtype) for name, shape in checkpoint_shapes(model).items()]
-    buckets: list[list[ParamSpec]] = []
-    free = 0
-    for spec in specs:
-        if not buckets or spec.size > free:
-            buckets.append([])
-            free = max_bytes
-        buckets[-1].append(spec)
-        free -= spec.size
-    return buckets
+def param_buckets(model: PreTrainedModel, dtype: str, max_bytes: int, num_senders: int) -> list[list[ParamSpec]]:
+    """Return the specs of all tensors in send order, in buckets of at most `max_bytes`; a larger one gets its own.
+
+    As many ranks as there are senders, evenly spaced, own their shares of each bucket.
+    """
+    num_ranks = dist.get_world_size()
+    count = min(num_senders, num_ranks)
+    senders = [index * num_ranks // count for index in range(count)]
+    changing = {name for name, *_ in changing_parameters(model)}
+    return list(shared_out(_filled(model, dtype, max_bytes), senders, changing))
+
+
+def shared_out(
+    buckets: Iterable[list[tuple[str, ParamSpec]]], senders: Sequence[int], changing: Container[str]
+) -> Iterator[list[ParamSpec]]:
+    """Give the tensors of a parameter, which comes with each spec, one owner: of every bucket all own about as many
+    bytes, also of the parameters that are `changing`, which LoRA sends alone."""
+    owners: dict[str, int] = {}  # by parameter, whose tensors may lie in several buckets
+    for bucket in buckets:
+        sizes, loads = Counter[str](), dict.fromkeys(senders, 0)
+        for name, spec in bucket:
+            sizes[name] += spec.size
+        for name in sorted(sizes, key=lambda one: (one not in owners, one not in changing, -sizes[one])):
+            owner = owners.setdefault(name, min(senders, key=loads.__getitem__))
+            loads[owner] += sizes[name]
+        yield [spec._replace(owner=owners[name]) for name, spec in bucket]
+
+
+def _filled(model: PreTrainedModel, dtype: str, max_bytes: int) -> Iterator[list[tuple[str, ParamSpec]]]:
+    """Yield buckets of the specs of all tensors, each with the name of its parameter."""
+    bucket: list[tuple[str, ParamSpec]] = []
+    free = max_bytes
+    for name, shapes in shapes_by_parameter(model).items():
+        for tensor, shape in shapes.items():
+            spec = ParamSpec(tensor, shape, dtype)
+            if bucket and spec.size > free:
+                yield bucket
+                bucket, free = [], max_bytes
+            bucket.append((name, spec))
+            free -= spec.size
+    yield bucket
 
 
 def frozen_names(model: PreTrainedModel) -> frozenset[str]:

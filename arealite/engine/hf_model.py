@@ -7,7 +7,7 @@ rank 0's model, also buffers that no checkpoint contains.
 import contextlib
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -151,32 +151,59 @@ def copy_from_rank0(model: torch.nn.Module, whole: torch.nn.Module | None, devic
 
 @torch.no_grad()
 def iter_full_params(
-    model: PreTrainedModel, dtype: torch.dtype, *, is_partial: bool = False
+    model: PreTrainedModel, dtype: torch.dtype, *, is_partial: bool = False, owners: Sequence[int] = ()
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every parameter, or those alone that can change, whole on every rank, as in a checkpoint, adapters merged
-    (collective). Tied embeddings come once."""
+    """Yield every parameter, or those alone that can change, as in a checkpoint, adapters merged (collective).
+
+    Each is whole on one rank, by default 0, and on the meta device of others: `owners` are the ranks of all tensors,
+    equal for those of a parameter. Tied embeddings come once.
+    """
+    num_yielded = 0
     for name, parameter, layer in (changing_parameters if is_partial else base_parameters)(model):
-        whole = gathered(parameter, dtype if layer is None else parameter.dtype)
+        owner = owners[num_yielded] if owners else 0
+        whole = gathered(parameter, dtype if layer is None else parameter.dtype, owner)
         if layer is not None:
-            a, b = (gathered(one[ADAPTER].weight, torch.float32) for one in (layer.lora_A, layer.lora_B))
+            a, b = (gathered(one[ADAPTER].weight, torch.float32, owner) for one in (layer.lora_A, layer.lora_B))
             whole = torch.addmm(whole.float(), b, a, alpha=layer.scaling[ADAPTER]).to(dtype)
-        yield from as_in_checkpoint(model, {name: whole}).items()
+        tensors = as_in_checkpoint(model, {name: whole})
+        num_yielded += len(tensors)
+        yield from tensors.items()
 
 
 @torch.no_grad()
-def gathered(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a sharded parameter whole (collective)."""
+def gathered(parameter: torch.Tensor, dtype: torch.dtype, owner: int = 0) -> torch.Tensor:
+    """Return a sharded parameter whole on rank `owner`, and on the meta device of others (collective)."""
     assert isinstance(parameter, DTensor), "parameters must be sharded"
-    shard: Any = parameter.to(device=parameter.device_mesh.device_type, dtype=dtype)
-    whole: torch.Tensor = shard.full_tensor()
-    return whole
+    mesh = parameter.device_mesh
+    group = mesh.get_group(mesh.ndim - 1)  # with HSDP, of the ranks that share a copy of the model
+    num_shards, num_rows = dist.get_world_size(group), parameter.shape[0]
+    shard = parameter.to_local().to(device=mesh.device_type, dtype=dtype)
+    if num_shards == 1 and dist.get_rank() == owner:
+        return shard
+    if owner in dist.get_process_group_ranks(group):
+        rows_each = -(-num_rows // num_shards)  # FSDP splits like torch.chunk
+        padded = shard.new_zeros(rows_each, *shard.shape[1:])
+        padded[: len(shard)] = shard
+        if dist.get_rank() == owner:
+            whole = shard.new_empty(num_shards * rows_each, *shard.shape[1:])
+            dist.gather(padded, list(whole.split(rows_each)), dst=owner, group=group)
+            return whole[:num_rows]
+        dist.gather(padded, dst=owner, group=group)
+    return torch.empty(parameter.shape, dtype=dtype, device="meta")
 
 
 def checkpoint_shapes(model: PreTrainedModel, *, is_partial: bool = False) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the parameters as in a checkpoint, in the order of `iter_full_params`."""
-    parameters = (changing_parameters if is_partial else base_parameters)(model)
-    meta = {name: torch.empty(parameter.shape, device="meta") for name, parameter, _ in parameters}
-    return {name: tuple(tensor.shape) for name, tensor in as_in_checkpoint(model, meta).items()}
+    return {name: shape for shapes in shapes_by_parameter(model, is_partial).values() for name, shape in shapes.items()}
+
+
+def shapes_by_parameter(model: PreTrainedModel, is_partial: bool = False) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return, for each parameter, the shapes of its tensors in a checkpoint."""
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, parameter, _ in (changing_parameters if is_partial else base_parameters)(model):
+        tensors = as_in_checkpoint(model, {name: torch.empty(parameter.shape, device="meta")})
+        found[name] = {one: tuple(tensor.shape) for one, tensor in tensors.items()}
+    return found
 
 
 def write_checkpoint(model: PreTrainedModel, state: dict[str, torch.Tensor], path: str, dtype: torch.dtype) -> None:

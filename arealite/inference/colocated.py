@@ -40,7 +40,7 @@ class ColocatedServer:
             self._engine, server = load_server(
                 config.path, **options, device=device, allow_stale_kv=allow_stale_kv, seed=seed, secret=secret
             )
-        self._is_current = True  # whether the actor has its weights of the last publication
+        self.is_current = True  # whether the actor has its weights of the last publication
         self.stopped = self._engine.stopped
         self._http = HttpServer(server.app, secret)
         self._loop = EventLoopThread("arealite-server", what="server loop")
@@ -54,12 +54,12 @@ class ColocatedServer:
     def share(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Sample from these tensors, named as in a checkpoint, as weights of `version`."""
         self._wait(self._engine.update_weights(weights, str(version), shares=True))
-        self._is_current = True
+        self.is_current = True
 
     def release(self) -> None:
         """Return once no forward pass reads the tensors, until the next `share`; requests wait with their caches."""
-        if self._is_current and not self.stopped.done():
-            self._is_current = False
+        if self.is_current and not self.stopped.done():
+            self.is_current = False
             self._wait(self._engine.await_weights())
 
     def check(self) -> None:
@@ -67,15 +67,6 @@ class ColocatedServer:
         if self.stopped.done():
             raise ServerError("the server in the trainer's process must run: it has ended. See the log.") from (
                 self.stopped.exception()
-            )
-
-    def require_current(self) -> None:
-        """Refuse to sample before weights that have changed are published, which would never end."""
-        if not self._is_current:
-            raise RuntimeError(
-                "weights must be published before anything is sampled from them: got a call between an update and its "
-                "publication, in which a server that shares the trainer's parameters stands still. Call "
-                "publish_weights first, or give the server its own weights by '+' in allocation_mode."
             )
 
     def close(self) -> None:

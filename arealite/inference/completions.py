@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 
 from arealite.api.cli_args import InferenceEngineConfig
-from arealite.api.errors import ConfigError, ContextOverflowError, ServerError
+from arealite.api.errors import ConfigError, ContextOverflowError, ServerError, UnreachableError
 from arealite.api.io_struct import ModelRequest, ModelResponse, PromptId
 from arealite.inference.backends.base import Backend, Segment
 from arealite.inference.health import Health
@@ -51,6 +51,7 @@ class Completions:
         self.config, self.backend, self.servers = config, backend, servers
         self._changed = asyncio.Event()  # set and replaced when the servers have changed
         self._deserted_at: float | None = None  # since when no server can take a request
+        self.are_asleep = False  # whether servers have given their memory back until the next weight update
         self._num_loose_requests = 0
         self._tokenizer: asyncio.Task[Any] | None = None
         self._vocab_size: int | None = None  # unknown without a tokenizer path
@@ -112,10 +113,31 @@ class Completions:
         if self.on_hold is not None:
             await self.on_hold()
 
+    async def sleep(self) -> None:
+        """Let servers give back their memory until a weight update; requests return with the tokens so far and wait.
+
+        Raises ServerError if one does not within the time of an update, and may still hold its memory.
+        """
+        await self.hold()
+        servers, deadline = self.servers.servers, deadline_in(self.config.weight_update_timeout)
+        sleeping = [self.backend.sleep(self.connection(one.address, deadline)) for one in servers]
+        try:
+            outcomes = await asyncio.gather(*sleeping, return_exceptions=True)
+        finally:
+            self.are_asleep = True
+            for server in servers:
+                self.servers.mark_weights_lost(server, server.version)
+            await self.release()
+        for server, outcome in zip(servers, outcomes, strict=True):
+            if isinstance(outcome, UnreachableError):  # it has ended, and its memory is free
+                self.health.suspect(server)
+            elif isinstance(outcome, BaseException):
+                raise outcome
+
     def note_change(self) -> None:
         """Wake what waits for a server (called when servers have changed)."""
         if self.servers.healthy:
-            self._deserted_at = None
+            self._deserted_at, self.are_asleep = None, False
         elif self._deserted_at is None:
             self._deserted_at = asyncio.get_running_loop().time()
         self._changed.set()
@@ -234,14 +256,16 @@ class Completions:
                 if episode is not None:
                     standstill.enter_context(episode.standstill())
                 self._deserted_at = self._deserted_at or asyncio.get_running_loop().time()
+                key = "request_timeout" if self.are_asleep else "setup_timeout"  # the trainer computes meanwhile
+                limit_s: float = getattr(self.config, key)
                 try:
-                    async with asyncio.timeout_at(self._deserted_at + self.config.setup_timeout):
+                    async with asyncio.timeout_at(self._deserted_at + limit_s):
                         await changed.wait()
                 except TimeoutError:
                     raise ServerError(
                         f"an inference server with weights of version {self.servers.version} must be there within "
-                        f"{self.config.setup_timeout:g} s: got {self.servers.describe()}. Look at the servers' "
-                        "logs, start others, or raise rollout.setup_timeout."
+                        f"{limit_s:g} s: got {self.servers.describe()}. Look at the servers' logs, start others, or "
+                        f"raise rollout.{key}."
                     ) from None
 
     async def _wait_for_update(self) -> None:

@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import logging
 import os
+import shlex
 import socket
+import sys
 import time
 
 from arealite.api.cli_args import InferenceEngineConfig
@@ -18,8 +20,8 @@ from arealite.api.errors import ConfigError, ServerError
 from arealite.api.run_folder import RunFolder
 from arealite.inference.completions import Completions
 from arealite.inference.http import StatusError, deadline_in
-from arealite.inference.pool import backoff_s
-from arealite.utils.environment import REGISTRY_VARIABLE
+from arealite.inference.pool import backoff_s, parse_addresses
+from arealite.utils.environment import REGISTRY_VARIABLE, SERVER_ADDRS_VARIABLE
 from arealite.utils.network import LOOPBACK
 from arealite.utils.registry import Registry, RegistryClient, RegistryError, ServerRecord
 from arealite.utils.tasks import BackgroundTasks
@@ -42,6 +44,32 @@ async def open_registry(config: InferenceEngineConfig, secret: str | None) -> Re
     host = str((await loop.getaddrinfo(name, None, type=socket.SOCK_STREAM))[0][4][0])
     await registry.start(host, RunFolder(config).registry if config.fileroot else None)
     return registry
+
+
+def named_servers(config: InferenceEngineConfig, addr: str | None) -> list[str]:
+    """Return the addresses of servers that others start; ConfigError if there are none, nor any of this run."""
+    addresses = parse_addresses(addr or config.server_addrs or os.environ.get(SERVER_ADDRS_VARIABLE, ""))
+    if config.colocated is not None:
+        if addresses:
+            raise ConfigError(
+                f"rollout.server_addrs and the variable {SERVER_ADDRS_VARIABLE} must be empty with a server in the "
+                f"trainer's process: got {', '.join(addresses)}. Remove them, or the '|' in allocation_mode."
+            )
+        return []
+    if not addresses and not config.num_servers:
+        raise ConfigError(
+            f"rollout.server_addrs or the variable {SERVER_ADDRS_VARIABLE} must name servers, or "
+            "rollout.num_servers say how many register: got none of them. Start through a launcher, or set "
+            "rollout.server_addrs=[host:port]."
+        )
+    if not addresses and REGISTRY_VARIABLE not in os.environ and "RANK" not in os.environ:
+        words = shlex.join(sys.argv)
+        raise ConfigError(
+            f"a script that samples must be started by a launcher, which starts its servers: got `python {words}`. "
+            f"Type `python3 -m arealite.launcher.local {words}`, or set rollout.server_addrs=[host:port] to use "
+            "servers that run already."
+        )
+    return addresses
 
 
 class Membership:

@@ -5,9 +5,6 @@ joins while the trainer waits for a batch gets the current weights then, otherwi
 import asyncio
 import functools
 import logging
-import os
-import shlex
-import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -27,9 +24,9 @@ from arealite.api.workflow_api import RolloutWorkflow
 from arealite.inference.backends import KINDS, Backend
 from arealite.inference.colocated import ColocatedServer
 from arealite.inference.completions import Completions
-from arealite.inference.discovery import Membership, open_registry
+from arealite.inference.discovery import Membership, named_servers, open_registry
 from arealite.inference.http import open_session
-from arealite.inference.pool import PoolView, ServerPool, parse_addresses
+from arealite.inference.pool import PoolView, ServerPool
 from arealite.inference.weight_update import WeightReceiver
 from arealite.rollout.account.store import Replay
 from arealite.rollout.account.updates import is_stored, updates_of
@@ -41,7 +38,6 @@ from arealite.rollout.prompts import Dataloader, ShouldAccept
 from arealite.rollout.trajectory import split_batch
 from arealite.utils import activity, heartbeat, trace
 from arealite.utils.distributed import global_rank
-from arealite.utils.environment import REGISTRY_VARIABLE, SERVER_ADDRS_VARIABLE
 from arealite.utils.garbage import QuietCollector
 from arealite.utils.processes import raise_file_limit
 from arealite.utils.secret import ensure_secret, secret_of_environment
@@ -126,7 +122,7 @@ class RemoteInferenceEngine(InferenceEngine):
         if self.config.replay_from:
             self._replay = Replay(self.config.replay_from, self)
             return
-        addresses = self._named_servers(addr)
+        addresses = named_servers(self.config, addr)
         raise_file_limit()
         self._collector = QuietCollector()
         self._executor = RolloutExecutor(self.config, self, self._clients)
@@ -139,31 +135,6 @@ class RemoteInferenceEngine(InferenceEngine):
         except BaseException:
             self.destroy()
             raise
-
-    def _named_servers(self, addr: str | None) -> list[str]:
-        """Return the addresses of servers that others start; ConfigError if there are none, nor any of this run."""
-        addresses = parse_addresses(addr or self.config.server_addrs or os.environ.get(SERVER_ADDRS_VARIABLE, ""))
-        if self.config.colocated is not None:
-            if addresses:
-                raise ConfigError(
-                    f"rollout.server_addrs and the variable {SERVER_ADDRS_VARIABLE} must be empty with a server in the "
-                    f"trainer's process: got {', '.join(addresses)}. Remove them, or the '|' in allocation_mode."
-                )
-            return []
-        if not addresses and not self.config.num_servers:
-            raise ConfigError(
-                f"rollout.server_addrs or the variable {SERVER_ADDRS_VARIABLE} must name servers, or "
-                "rollout.num_servers say how many register: got none of them. Start through a launcher, or set "
-                "rollout.server_addrs=[host:port]."
-            )
-        if not addresses and REGISTRY_VARIABLE not in os.environ and "RANK" not in os.environ:
-            words = shlex.join(sys.argv)
-            raise ConfigError(
-                f"a script that samples must be started by a launcher, which starts its servers: got `python {words}`. "
-                f"Type `python3 -m arealite.launcher.local {words}`, or set rollout.server_addrs=[host:port] to use "
-                "servers that run already."
-            )
-        return addresses
 
     def destroy(self) -> None:
         if self._executor is None:
@@ -282,6 +253,11 @@ class RemoteInferenceEngine(InferenceEngine):
         meta.uploaded = Future()
         if self.colocated is not None:
             meta.type, meta.shares = "shared", self.colocated
+        if self.config.servers_sleep and meta.type != "disk":
+            raise ConfigError(
+                f"servers on the trainer's devices must get weights by disk: got {meta.type}, and NCCL refuses "
+                "two ranks on one GPU. Use WeightUpdateMeta.from_disk, or '+' in allocation_mode."
+            )
         loop.run(self.receiver.begin(meta))
         return loop.submit(trace.awaited("servers take weights", self.receiver.receive(), version=meta.version))
 
@@ -342,7 +318,13 @@ class RemoteInferenceEngine(InferenceEngine):
     def _share(self, collect: Callable[[], TensorDict]) -> Any:
         """Return this rank's share of what rank 0 collects, or what `hand_out` makes of all of it."""
         split = functools.partial(split_batch, num_minibatches=self.config.num_minibatches)
-        share: Any = self._exchange.share(lambda: self._hand_out(collect()), split, self.catch_up)
+
+        def hand_out() -> Any:
+            batch = collect()
+            self.sleep()  # before any rank computes
+            return self._hand_out(batch)
+
+        share: Any = self._exchange.share(hand_out, split, self.catch_up)
         self._training = share
         return share
 
@@ -372,9 +354,20 @@ class RemoteInferenceEngine(InferenceEngine):
 
     def _rollouts(self) -> RolloutExecutor | Replay:
         """Return what yields trajectories, to a caller that waits for them."""
-        if self.colocated is not None:
-            self.colocated.require_current()
+        are_asleep = self._executor is not None and self._completions.are_asleep
+        if are_asleep or not (self.colocated is None or self.colocated.is_current):
+            raise RuntimeError(
+                "weights must be published before anything is sampled from them: got a call between an update and its "
+                "publication, in which a server on the trainer's device stands still. Call publish_weights first, or "
+                "give servers devices of their own by '+' in allocation_mode."
+            )
         return self._replay or self._require_executor()
+
+    def sleep(self) -> None:
+        """Let servers on the trainer's devices give their memory back until weights are published; completions in
+        flight wait. `prepare_batch` and `rollout_batch` do it, a script that trains on what `wait` returns has to."""
+        if self.config.servers_sleep and self._executor is not None:
+            self._executor.loop.run(self._completions.sleep())
 
     def pause(self) -> None:
         """Start no new episodes; running ones continue."""

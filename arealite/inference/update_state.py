@@ -4,14 +4,17 @@ Invariant: an update leaves out frozen weights only where every server that take
 has had every version since. A server that joins, comes back or missed a version gets all weights.
 """
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from arealite.api.errors import ServerError
+from arealite.api.errors import GroupLostError, ServerError
 from arealite.api.io_struct import ParamSpec, WeightUpdateMeta
 from arealite.inference.backends.base import Sent
 from arealite.inference.pool import Server, ServerPool
 from arealite.utils.weight_transfer import buckets_without
+
+LAST_WORD_S = 1.0  # in which servers and sender may say what went wrong when the other side has noticed already
 
 
 @dataclass(eq=False)
@@ -29,6 +32,23 @@ class WeightUpdate:
     has_dropped: bool = False  # whether servers were dropped from it, or none could be paused
     has_lost_sender: bool = False  # whether the sender's workers were lost, which others replace
     is_wrong: bool = False  # whether wrong weights arrived at a server that served
+
+    async def wait_for_sender(self) -> None:
+        """Wait until the sender is done, e.g. the checkpoint is complete."""
+        sender = asyncio.wrap_future(self.meta.uploaded)
+        sender.add_done_callback(lambda one: one.cancelled() or one.exception())  # it may fail when nobody waits
+        left_s = self.deadline - asyncio.get_running_loop().time()
+        await asyncio.wait([sender], timeout=max(0.0, left_s))
+        if not sender.done():
+            raise TimeoutError("the sender did not finish")
+        if (error := sender.exception()) is not None:  # in a wrapper, as it may be one that would end the event loop
+            raise RuntimeError(f"the sender failed with {type(error).__name__}: {error}") from error
+
+    async def is_sender_lost(self) -> bool:
+        """Tell whether a sender's workers were lost, which its servers may notice a moment before its master."""
+        sender = asyncio.wrap_future(self.meta.uploaded)
+        await asyncio.wait([sender], timeout=LAST_WORD_S)
+        return sender.done() and isinstance(sender.exception(), GroupLostError)
 
 
 class FrozenHolders:

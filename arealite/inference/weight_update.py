@@ -17,16 +17,18 @@ from typing import Any, TypeVar
 
 import torch
 
-from arealite.api.errors import GroupLostError, ServerError, UnreachableError, WeightUpdateError
+from arealite.api.errors import ServerError, UnreachableError, WeightUpdateError
 from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
 from arealite.inference.backends.base import BroadcastPlan, MismatchError, Segment
 from arealite.inference.completions import Completions
-from arealite.inference.http import Json, OutOfFilesError, ServerConnection, StatusError, deadline_in
+from arealite.inference.http import OutOfFilesError, ServerConnection, StatusError, deadline_in
 from arealite.inference.pool import NO_VERSION, Server
-from arealite.inference.update_state import FrozenHolders, WeightUpdate
+from arealite.inference.update_state import LAST_WORD_S, FrozenHolders, WeightUpdate
 from arealite.utils import trace
-from arealite.utils.network import LOOPBACK, hold_port, host_ip, port_of
+from arealite.utils.distributed import meeting_address
+from arealite.utils.network import LOOPBACK, hold_port, port_of
 from arealite.utils.threads import in_thread
+from arealite.utils.weight_transfer import group_of, senders_of
 
 logger = logging.getLogger("arealite.client")
 
@@ -35,7 +37,6 @@ _Call = Callable[[ServerConnection], Coroutine[Any, Any, T]]
 
 _RESUME_S = 30.0  # most that servers may take to resume after an update, whatever became of it
 _LISTEN_PAUSE_S = 0.01
-_LAST_WORD_S = 1.0  # in which servers may say what went wrong when the sender has noticed already
 _LEAVE_S = 5.0  # deadline for servers to leave a group that is no longer used
 
 
@@ -78,16 +79,16 @@ class WeightReceiver:
         update, meta = self._update, self._update.meta
         async with self._undone_on_failure():
             if meta.type == "disk":
-                await self._wait_for_sender()
+                await self._update.wait_for_sender()
                 await self._gather()
                 await self._load_from_disk(update.members)
             elif meta.type == "shared":
-                await self._wait_for_sender()  # which hands its tensors to the server itself
+                await self._update.wait_for_sender()  # which hands its tensors to the server itself
             else:
                 assert self._plan is not None, "begin has made a plan"
                 await self._unless_sender_fails(self._broadcast(self._plan))
                 if meta.also_disk:
-                    await self._wait_for_sender()
+                    await self._update.wait_for_sender()
                     await self._load_from_disk([one for one in update.members if one not in self._plan.servers])
             if self._stages:
                 await self._hold()
@@ -178,7 +179,7 @@ class WeightReceiver:
         self._update.is_torn = True
         self.num_bytes += await in_thread(lambda: sum(one.stat().st_size for one in Path(path).glob("*.safetensors")))
         sent = self._holders.sent(meta)
-        await self._verify(lambda one: self._backend.load(one, path, version, sent), servers)
+        await self._verify(lambda one: self._backend.reload(one, path, version, sent), servers)
         await in_thread(shutil.rmtree, path)
 
     # By broadcast
@@ -196,24 +197,26 @@ class WeightReceiver:
             )
         meta.is_partial = self._may_be_partial(members)
         has_left = any(one.version == NO_VERSION for one in servers)  # a server that started anew is in no group
-        if self._plan is None or self._plan.servers != servers or has_left or not self._is_of_sender(meta):
+        plan, senders = self._plan, senders_of(meta.nccl_param_specs)
+        are_in_it = plan is not None and meta.sender_group in (None, plan.name) and [*plan.groups] == senders
+        if plan is None or plan.servers != servers or has_left or not are_in_it:
             await self._drop_plan()
             hosts = [one.address.rpartition(":")[0] for one in servers]
-            remote = [host for host in hosts if host not in ("localhost", LOOPBACK)]
-            address = host_ip(remote[0]) if remote else LOOPBACK
+            toward = next((host for host in hosts if host not in ("localhost", LOOPBACK)), LOOPBACK)
             if meta.meeting_point is None:
-                self._port_holder = hold_port(address)
+                self._port_holder = hold_port(address := meeting_address(toward))
                 port, has_gpu = port_of(self._port_holder), torch.cuda.is_available()
             else:
-                address, port, has_gpu = await in_thread(meta.meeting_point, remote[0] if remote else LOOPBACK)
-            self._plan = BroadcastPlan(
-                name=f"{meta.nccl_group_name.partition('#')[0]}#{uuid.uuid4().hex[:8]}",
+                address, port, has_gpu = await in_thread(meta.meeting_point, toward)
+            name = f"{meta.nccl_group_name.partition('#')[0]}#{uuid.uuid4().hex[:8]}"
+            plan = self._plan = BroadcastPlan(
+                name=name,
+                groups={sender: group_of(name, sender) for sender in senders},
                 address=address,
                 port=port,
                 backend="nccl" if has_gpu and not self._backend.is_on_cpu else "gloo",
                 servers=servers,
             )
-        plan = self._plan
         meta.nccl_group_name, meta.nccl_backend, meta.nccl_world_size = plan.name, plan.backend, plan.world_size
         meta.nccl_master_address, meta.nccl_master_port = plan.address, plan.port
 
@@ -224,22 +227,19 @@ class WeightReceiver:
         holders = self._holders.among(servers, meta)
         return ways <= self._backend.takes_partial and len(holders) == len(servers) > 0
 
-    def _is_of_sender(self, meta: WeightUpdateMeta) -> bool:
-        """Tell whether the sender is in the group of the last update, as far as it says."""
-        return self._plan is not None and meta.sender_group in (None, self._plan.name)
-
     async def _drop_plan(self) -> None:
-        """Leave the group; a sender that waits for its peers fails as they leave."""
+        """Leave the groups; a sender that waits for its peers fails as they leave."""
         plan, self._plan, self._has_joined = self._plan, None, False
         if self._port_holder is not None:
             self._port_holder.close()
         if plan is not None:  # a server that is gone or refuses does not matter
-            failures = await self._try_on_all(lambda one: self._backend.leave(one, plan.name), plan.servers, _LEAVE_S)
+            groups = [*plan.groups.values()]
+            failures = await self._try_on_all(lambda one: self._backend.leave(one, groups), plan.servers, _LEAVE_S)
             for error in failures.values():
                 logger.info("a server did not leave group %s: %s", plan.name, error)
 
     async def _broadcast(self, plan: BroadcastPlan) -> None:
-        """Let the servers join the group and receive the buckets in send order; the last one carries the version."""
+        """Let the servers join the groups and receive the buckets in send order; the last one carries the version."""
         update = self._update
         if plan.servers and not self._has_joined:
             await self._join(plan)
@@ -248,19 +248,17 @@ class WeightReceiver:
         update.is_torn = True  # from the first bucket on a server may hold a mix of old and new layers
         buckets = self._holders.buckets(update.meta)
         for index, specs in enumerate(buckets):
-            bucket: Json = {"names": [one.name for one in specs], "dtypes": [one.dtype for one in specs]}
-            bucket |= {"shapes": [list(one.shape) for one in specs]}
             version = update.version if index == len(buckets) - 1 else None
-            receive = functools.partial(self._backend.receive, group=plan.name, bucket=bucket, version=version)
+            receive = functools.partial(self._backend.receive, bucket=plan.bucket_of(specs), version=version)
             await self._on_all(receive, plan.servers)
             self.num_bytes += sum(one.size for one in specs) if plan.servers else 0
         if update.meta.wants_fingerprints:
-            await self._wait_for_sender()  # fingerprints are known only when the last bucket has been sent
+            await self._update.wait_for_sender()  # fingerprints are known only when the last bucket has been sent
         sent = self._holders.sent(update.meta)
         await self._verify(lambda one: self._backend.end(one, update.version, sent), plan.servers)
 
     async def _join(self, plan: BroadcastPlan) -> None:
-        """Let all servers join the group once the sender listens, as SGLang would wait for it without a deadline."""
+        """Let all servers join the groups once rank 0 listens, as SGLang would wait for it without a deadline."""
         try:
             async with asyncio.timeout_at(self._update.deadline):
                 while True:
@@ -271,27 +269,12 @@ class WeightReceiver:
                     await asyncio.sleep(_LISTEN_PAUSE_S)
         except TimeoutError:
             raise TimeoutError("the sender did not listen") from None
-        timeout_s = self._update.meta.timeout_s
-        await self._on_all(lambda one: self._backend.join(one, plan.place_of(one.address), timeout_s), plan.servers)
 
-    # The sender
+        async def join(group: str, server: ServerConnection) -> None:
+            await self._backend.join(server, plan.place_of(server.address, group), self._update.meta.timeout_s)
 
-    async def _wait_for_sender(self) -> None:
-        """Wait until the sender is done, e.g. the checkpoint is complete."""
-        sender = asyncio.wrap_future(self._update.meta.uploaded)
-        sender.add_done_callback(lambda one: one.cancelled() or one.exception())  # it may fail when nobody waits
-        left_s = self._update.deadline - asyncio.get_running_loop().time()
-        await asyncio.wait([sender], timeout=max(0.0, left_s))
-        if not sender.done():
-            raise TimeoutError("the sender did not finish")
-        if (error := sender.exception()) is not None:  # in a wrapper, as it may be one that would end the event loop
-            raise RuntimeError(f"the sender failed with {type(error).__name__}: {error}") from error
-
-    async def _is_sender_lost(self) -> bool:
-        """Tell whether a sender's workers were lost, which its servers may notice a moment before its master."""
-        sender = asyncio.wrap_future(self._update.meta.uploaded)
-        await asyncio.wait([sender], timeout=_LAST_WORD_S)
-        return sender.done() and isinstance(sender.exception(), GroupLostError)
+        for group in plan.groups.values():  # they are counted together, so all servers join one before the next
+            await self._on_all(functools.partial(join, group), plan.servers)
 
     async def _unless_sender_fails(self, transfer: Coroutine[Any, Any, None]) -> None:
         """Run the transfer, but end at once with the sender's error if it fails."""
@@ -301,9 +284,9 @@ class WeightReceiver:
         try:
             await asyncio.wait([task, sender], return_when=asyncio.FIRST_COMPLETED)
             if not task.done() and sender.exception() is not None:
-                await asyncio.wait([task], timeout=_LAST_WORD_S)  # a server that refused says why
+                await asyncio.wait([task], timeout=LAST_WORD_S)  # a server that refused says why
             if not task.done():
-                await self._wait_for_sender()  # raises if it has failed
+                await self._update.wait_for_sender()  # raises if it has failed
             await task
         finally:
             task.cancel()
@@ -351,7 +334,7 @@ class WeightReceiver:
         update = self._update
         if update.has_dropped:  # nobody was there
             return
-        update.has_lost_sender = await self._is_sender_lost()
+        update.has_lost_sender = await update.is_sender_lost()
         dead = await self._completions.health.dead_among(update.asked)
         failures = {one: str(error) for one, error in update.failures.items() if not isinstance(error, OutOfFilesError)}
         unreachable = {one: why for one, why in failures.items() if isinstance(update.failures[one], UnreachableError)}

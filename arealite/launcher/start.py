@@ -4,7 +4,6 @@ if __name__ == "__main__":
     sys.exit(launched(__file__, main))  # python3 SCRIPT.py [--config FILE.yaml] [--dry-run] key=value ...
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from arealite.api.errors import ConfigError
 from arealite.api.script import show_refusal
 from arealite.launcher import local, ray, slurm
 from arealite.launcher.supervise.supervisor import CONFIG_FAILED
+from arealite.utils.usage import Parser
 
 LAUNCHERS = {"local": local.main, "ray": ray.main, "slurm": slurm.main}
 
@@ -45,7 +45,7 @@ def launched(
     if "RANK" in os.environ or not {"-h", "--help"}.isdisjoint(words):
         main(words)
         return 0
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     args, others = parser.parse_known_args(words)
     script = Path(file).resolve()

@@ -27,60 +27,50 @@ from arealite.migrate.page import notes_of, page
 from arealite.migrate.rules import New, Old, Rule, Tree, to_fill_in, translate
 from arealite.migrate.shell import keys_of_script
 
-_OF_AREAL = (
-    *("actor", "rollout", "gconfig", "train_dataset", "valid_dataset", "cluster", "allocation_mode", "saver"),
-    *(
-        "evaluator",
-        "stats_logger",
-        "sglang",
-        "launcher",
-        "ref",
-        "total_train_epochs",
-        "async_training",
-        "tokenizer_path",
-    ),
+_OF_AREAL = {
+    *("actor", "rollout", "gconfig", "train_dataset", "valid_dataset", "cluster", "allocation_mode", "saver", "ref"),
+    *("evaluator", "stats_logger", "sglang", "launcher", "total_train_epochs", "async_training", "tokenizer_path"),
     *("checkpointer", "recover", "scheduler", "perf_tracer", "experiment_name", "trial_name", "seed"),
-)
-_OF_VERL = ("actor_rollout_ref", "algorithm", "data", "trainer", "critic", "reward_model", "custom_reward_function")
-_OF_PRIME = (
-    "orchestrator",
-    "trainer",
-    "inference",
-    "deployment",
-    "model",
-    "ckpt",
-    "wandb",
-    "max_steps",
-    "seq_len",
-    "optim",
-)
+}
+_OF_VERL = {"actor_rollout_ref", "algorithm", "data", "trainer", "critic", "reward_model", "custom_reward_function"}
+_OF_PRIME = {
+    *("orchestrator", "trainer", "inference", "deployment", "model", "ckpt", "wandb", "monitors"),
+    *("max_steps", "seq_len", "optim"),
+}
 
 
 @dataclass(frozen=True)
 class _Source:
     """What a file is read as."""
 
-    name: str
     label: str
     config_cls: type[BaseExperimentConfig]
-    trainer: str  # trainer.type of `arealite train`
     rules: Mapping[str, Rule] | None = None
     ignored: Mapping[str, str] | None = None
     aliases: Mapping[str, str] | None = None
+
+
+_TRAINERS = {PPOConfig: "ppo", GRPOConfig: "grpo", SFTConfig: "sft"}
+"""trainer.type of `arealite train`."""
 
 
 def migrate(path: str, *, framework: str | None, out: str | None, devices: int | None) -> int:
     """Write the config to `out`, or print it; return 0, or 1 if something is left to decide. Raises ConfigError."""
     if out is not None and Path(out).exists():
         raise ConfigError(f"--out must be a new file: got {out}, which exists. Remove it, or name another.")
-    given = _read(Path(path))
+    given, several = _read(Path(path))
     source = _source(given, path, framework)
     if source.rules is not None:
         given = _resolved(given)
     new = _translate(given, source, Path(path), devices)
+    new.problems = several + new.problems
     missing = list(to_fill_in(new.tree))
     head = [f"From {Path(path).name} of {source.label}, by arealite migrate: comments name the old keys."]
-    head += ["Of a shell script: variables have the first values that it gives them."] if path.endswith(".sh") else []
+    head += (
+        ["Of a shell script: variables and keys have the first values that it gives them."]
+        if path.endswith(".sh")
+        else []
+    )
     notes = notes_of(Path(path).read_text()) if Path(path).suffix in (".yaml", ".yml") else {}
     refused = _refusal(page(new, head, {}), source.config_cls, missing)
     new.problems += refused
@@ -97,10 +87,10 @@ def migrate(path: str, *, framework: str | None, out: str | None, devices: int |
     return 1 if missing or new.problems else 0
 
 
-def _read(path: Path) -> Tree:
-    """Read YAML, JSON, TOML or the overrides of a shell script. Raises ConfigError."""
+def _read(path: Path) -> tuple[Tree, list[str]]:
+    """Read YAML, JSON, TOML or the overrides of a shell script, with what is to decide. Raises ConfigError."""
     if path.suffix not in (".toml", ".json", ".sh"):
-        return read_yaml(str(path))
+        return read_yaml(str(path)), []
     try:
         text = path.read_text()
         if path.suffix == ".sh":
@@ -112,7 +102,7 @@ def _read(path: Path) -> Tree:
         raise ConfigError(f"{path} must be a file of {path.suffix[1:].upper()}: got {error}. Correct it.") from error
     if not isinstance(given, dict):
         raise ConfigError(f"{path} must hold an object of keys: got {type(given).__name__}. Correct it there.")
-    return given
+    return given, []
 
 
 def _resolved(given: Tree) -> Tree:
@@ -130,10 +120,10 @@ def _source(given: Tree, path: str, framework: str | None) -> _Source:
     names = {str(name) for name in given}
     flat = names & (trl.GRPO.keys() | trl.SFT.keys())
     scores = {
-        "areal": len(names & {*_OF_AREAL}),
+        "areal": len(names & _OF_AREAL),
         "trl": len(flat - {"seed"}),
-        "verl": len(names & {*_OF_VERL}) + ("actor_rollout_ref" in names),
-        "prime-rl": len(names & {*_OF_PRIME}) + ("orchestrator" in names) + path.endswith(".toml"),
+        "verl": len(names & _OF_VERL) + ("actor_rollout_ref" in names),
+        "prime-rl": len(names & _OF_PRIME) + ("orchestrator" in names) + path.endswith(".toml"),
     }
     best = max(scores, key=lambda one: scores[one])
     if framework is None and (scores[best] == 0 or list(scores.values()).count(scores[best]) > 1):
@@ -146,13 +136,12 @@ def _of(framework: str, given: Tree, names: set[str]) -> _Source:
     if framework == "verl":
         algorithm = given.get("algorithm")
         estimator = algorithm.get("adv_estimator", "gae") if isinstance(algorithm, dict) else "gae"
-        cls, trainer = (PPOConfig, "ppo") if estimator == "gae" else (GRPOConfig, "grpo")
-        return _Source("verl", "verl", cls, trainer, verl.RULES, verl.IGNORED)
+        cls = PPOConfig if estimator == "gae" else GRPOConfig
+        return _Source("verl", cls, verl.RULES, verl.IGNORED, verl.ALIASES)
     if framework == "prime-rl":
         if names & {"orchestrator", "trainer"}:
-            rules = prime_rl.RL
-            return _Source("prime-rl", "prime-rl (rl)", GRPOConfig, "grpo", rules, prime_rl.IGNORED, prime_rl.ALIASES)
-        return _Source("prime-rl", "prime-rl (sft)", SFTConfig, "sft", prime_rl.SFT, prime_rl.IGNORED)
+            return _Source("prime-rl (rl)", GRPOConfig, prime_rl.RL, prime_rl.IGNORED, prime_rl.ALIASES)
+        return _Source("prime-rl (sft)", SFTConfig, prime_rl.SFT, prime_rl.IGNORED, prime_rl.ALIASES)
     if framework == "trl":
         if others := sorted(names & {*trl.PREFERENCE_KEYS}):
             told = "examples/arealite/configs/dpo.yaml and reward_model.yaml are where those start."
@@ -160,12 +149,11 @@ def _of(framework: str, given: Tree, names: set[str]) -> _Source:
                 f"a config of TRL must be GRPO's or SFT's: got {', '.join(others)}. Write it by hand; {told}"
             )
         if names & {*trl.GRPO_KEYS}:
-            return _Source("TRL", "TRL (GRPO)", GRPOConfig, "grpo", trl.GRPO, trl.IGNORED)
-        return _Source("TRL", "TRL (SFT)", SFTConfig, "sft", trl.SFT, trl.IGNORED)
+            return _Source("TRL (GRPO)", GRPOConfig, trl.GRPO, trl.IGNORED)
+        return _Source("TRL (SFT)", SFTConfig, trl.SFT, trl.IGNORED)
     if "actor" in names or "model" not in names:
-        cls, trainer = (PPOConfig, "ppo") if "critic" in names else (GRPOConfig, "grpo")
-        return _Source("AReaL", "AReaL", cls, trainer)
-    return _Source("AReaL", "AReaL (sft)", SFTConfig, "sft")
+        return _Source("AReaL", PPOConfig if "critic" in names else GRPOConfig)
+    return _Source("AReaL (sft)", SFTConfig)
 
 
 def _translate(given: Tree, source: _Source, path: Path, devices: int | None) -> New:
@@ -182,7 +170,8 @@ def _translate(given: Tree, source: _Source, path: Path, devices: int | None) ->
     defaults |= {f"actor.{key}": value for key, value in choices.items()}
     processes = given.get("num_processes")  # accelerate's, which recipes keep beside TRL's keys
     devices = devices or (processes if isinstance(processes, int) and processes > 0 else 1)
-    old = Old(given, source.rules, framework=source.name, devices=devices, stem=path.stem, aliases=source.aliases)
+    framework = source.label.partition(" ")[0]
+    old = Old(given, source.rules, framework=framework, devices=devices, stem=path.stem, aliases=source.aliases)
     return translate(old, source.ignored, defaults)
 
 
@@ -209,5 +198,5 @@ def _tell(source: _Source, new: New, missing: list[str], out: str | None, *, is_
     if is_refused:
         told.append(f"{written} does not load yet")
     elif out is not None:
-        told.append(f"next: arealite train trainer.type={source.trainer} --config {out} --dry-run")
+        told.append(f"next: arealite train trainer.type={_TRAINERS[source.config_cls]} --config {out} --dry-run")
     print("\n".join(told), file=sys.stderr)

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from arealite.migrate.rules import New, Tree
 
 WIDTH = 120
+_SHOWN_KEYS = 16  # of a pattern
 _PREFERRED = ("experiment_name", "trial_name")
 
 
@@ -22,7 +23,7 @@ def page(new: New, head: list[str], notes: Mapping[str, list[str]]) -> str:
     origins = {old: key for key, old in reversed(new.origins.items()) if old}  # the first key of several
     kept = {origins.get(old, old): lines for old, lines in notes.items()}
     lines = [*_comment("\n".join(head)), *kept.pop("", []), *_lines(tree, "", new.comments, kept)]
-    gone = [f"{key}{_some(new.matched.get(key))} -- {why}" for key, why in new.gone.items()]
+    gone = [f"{key}{_some(new.matched.get(key), key)} -- {why}" for key, why in new.gone.items()]
     if gone:
         lines += ["", "# Without a counterpart here:"]
         lines += [line for one in gone for line in _comment(one, hang="  ")]
@@ -55,9 +56,10 @@ def notes_of(text: str) -> dict[str, list[str]]:
     return notes
 
 
-def _some(keys: list[str] | None) -> str:
-    """Return the keys of a pattern in brackets, if it matched several."""
-    return f" ({', '.join(keys[:8])}{', ...' if len(keys) > 8 else ''})" if keys and len(keys) > 1 else ""
+def _some(keys: list[str] | None, pattern: str) -> str:
+    """Return the keys that a pattern matched, in brackets."""
+    cut = ", ..." if keys and len(keys) > _SHOWN_KEYS else ""
+    return f" ({', '.join(keys[:_SHOWN_KEYS])}{cut})" if keys and keys != [pattern] else ""
 
 
 def _keys(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:

@@ -6,7 +6,7 @@ written where ours is another value, so that the run stays the same. docs/migrat
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ class MustDecide(WithoutCounterpart):
 
 @dataclass(frozen=True)
 class Rule:
-    """What a key becomes: its value, or what `make(value, old)` returns, which may be several keys with values.
+    """What a key becomes: its value, or what `make(value, old)` returns, for the first of `ours` or for several by key.
 
     Without `ours` it has no counterpart, for the reason `why`; its `default` needs none.
     """
@@ -65,7 +65,11 @@ class Old:
         aliases: Mapping[str, str] | None = None,
     ) -> None:
         self.rules = rules
-        self.given = {(aliases or {}).get(key, key): value for key, value in _flat(given, "", rules)}
+        aliases = aliases or {}
+        flat = dict(_flat(given, "", {*rules, *aliases}))
+        self.given = {aliases.get(key, key): value for key, value in flat.items()}
+        self.written = {aliases.get(key, key): key for key in flat}
+        """What the file calls each of its keys."""
         self.framework = framework
         self.devices = devices
         self.stem = stem
@@ -119,7 +123,7 @@ def translate(old: Old, ignored: Mapping[str, str], defaults: Mapping[str, Any])
         rule = old.rules.get(key)
         pattern = next((one for one in ignored if fnmatchcase(key, one)), None)
         if rule is not None:
-            _apply(new, old, key, value, rule)
+            _apply(new, old, old.written[key], value, rule)
         elif pattern is not None:
             new.gone[pattern] = ignored[pattern]
             new.matched.setdefault(pattern, []).extend([key] if value not in (None, False, "", []) else [])
@@ -178,9 +182,10 @@ def _made(old: Old, value: Any, rule: Rule, *, is_silent: bool = False) -> Itera
     if isinstance(made, Because):
         made, why = made
     if not rule.ours and rule.make is None:
-        if not is_silent and value != rule.default and value not in (None, False):
+        is_off = value is None or (value is False and rule.default is not True)
+        if not is_silent and value != rule.default and not is_off:
             raise WithoutCounterpart(rule.why)
-    elif isinstance(made, dict):
+    elif isinstance(made, dict) and made is not value:
         for ours, one in made.items():
             found, how = one if isinstance(one, Because) else (one, why)
             yield ours, found, how
@@ -215,12 +220,12 @@ def has(tree: Tree, key: str) -> bool:
     return True
 
 
-def _flat(block: Tree, prefix: str, rules: Mapping[str, Rule]) -> Iterator[tuple[str, Any]]:
+def _flat(block: Tree, prefix: str, known: Set[str]) -> Iterator[tuple[str, Any]]:
     """Yield values by dotted key; a block that has a rule of its own is one value."""
     for name, value in block.items():
         key = f"{prefix}{name}"
-        if isinstance(value, dict) and key not in rules:
-            yield from _flat(value, f"{key}.", rules)
+        if isinstance(value, dict) and key not in known:
+            yield from _flat(value, f"{key}.", known)
         else:
             yield key, value
 
@@ -238,9 +243,34 @@ def unless(off: Any, why: str) -> Rule:
     return Rule("", off, why=why)
 
 
+def patterns(reasons: Mapping[str, str]) -> dict[str, str]:
+    """Return the reasons by pattern of keys, of the patterns by reason; the first pattern that matches counts."""
+    return {pattern: why for why, words in reasons.items() for pattern in words.split()}
+
+
 def or_missing(value: Any, _old: Old) -> Any:
     """Leave it to be filled in where nothing is given."""
     return value if value not in (None, "") else MISSING
+
+
+def if_given(value: Any, _old: Old) -> Any:
+    """Keep a value, unless nothing is given."""
+    return NOTHING if value is None else value
+
+
+def if_positive(value: Any, _old: Old) -> Any:
+    """Keep a number above 0; others switch something off."""
+    return value if value is not None and value > 0 else NOTHING
+
+
+def if_true(value: Any, _old: Old) -> Any:
+    """Keep a value that is not empty, false or 0."""
+    return value or NOTHING
+
+
+def one_of(*words: str, otherwise: str) -> Callable[[Any, Old], Any]:
+    """Keep these words; any other must be decided, for this reason."""
+    return only({word: word for word in words}, otherwise)
 
 
 def only(words: Mapping[Any, Any], otherwise: str) -> Callable[[Any, Old], Any]:
@@ -272,7 +302,7 @@ def at_least_one(value: Any) -> int:
     return max(1, -int(-value // 1))
 
 
-def switch_on(services: Any) -> Tree:
+def switch_on(services: Any, _old: Old) -> Tree:
     """Return the blocks of the loggers that are named."""
     names = [services] if isinstance(services, str) else list(services or [])
     modes = {"wandb": "online", "trackio": "online", "swanlab": "cloud"}
@@ -293,6 +323,6 @@ def beside(servers: str, total: int, *, tensor: int = 1) -> Because:
     )
 
 
-def split(total: int, nodes: int = 1) -> Tree:
-    """Return the cluster of so many devices."""
-    return {"cluster.n_nodes": nodes, "cluster.n_gpus_per_node": -(-total // nodes)}
+def on_devices(mode: Any, total: int, nodes: int = 1) -> Tree:
+    """Return an allocation and the cluster of so many devices for it."""
+    return {"allocation_mode": mode, "cluster.n_nodes": nodes, "cluster.n_gpus_per_node": -(-total // nodes)}

@@ -6,21 +6,9 @@ say on how many devices they ran.
 
 from typing import Any
 
+from arealite.migrate import rules
 from arealite.migrate import trl_values as values
-from arealite.migrate.rules import (
-    ABSENT,
-    NOTHING,
-    Rule,
-    at_least_one,
-    name_of_run,
-    name_of_trial,
-    only,
-    or_missing,
-    part_of,
-    split,
-    switch_on,
-    unless,
-)
+from arealite.migrate.rules import ABSENT, NOTHING, Rule, part_of, patterns, unless
 
 GRPO_KEYS = (
     *("num_generations", "max_completion_length", "epsilon", "epsilon_high", "scale_rewards", "num_iterations"),
@@ -31,17 +19,20 @@ GRPO_KEYS = (
 PREFERENCE_KEYS = ("f_divergence_type", "precompute_ref_log_probs", "center_rewards_coefficient", "desirable_weight")
 """Keys of trainers that have no table: DPO's, the reward model's and KTO's."""
 
+_BF16 = "parameters are float32; bf16 says in which dtype is computed"
+_ALL_KEPT = "the saver keeps all; recover.keep_last bounds the checkpoints to resume from"
+
 
 def _common(block: str, learning_rate: float, batch: Any) -> dict[str, Rule]:
     optimizer = f"{block}.optimizer"
     return {
-        "project": Rule("experiment_name", None, name_of_run),
-        "run_name": Rule("trial_name", None, name_of_trial),
-        "model_name_or_path": Rule(f"{block}.path", None, or_missing),
+        "project": Rule("experiment_name", None, rules.name_of_run),
+        "run_name": Rule("trial_name", None, rules.name_of_trial),
+        "model_name_or_path": Rule(f"{block}.path", None, rules.or_missing),
         "model_revision": unless("main", "the newest revision of the hub is loaded; name a folder for another one"),
         "num_processes": part_of("allocation_mode", ABSENT),
         "overwrite_output_dir": unless(False, "a run never overwrites another one unasked"),
-        "dataset_name": Rule("train_dataset.path", None, or_missing),
+        "dataset_name": Rule("train_dataset.path", None, rules.or_missing),
         "dataset_config": Rule("train_dataset.config_name", None),
         "dataset_train_split": Rule("train_dataset.split"),
         "dataset_test_split": part_of("valid_dataset.split", "test"),
@@ -55,44 +46,33 @@ def _common(block: str, learning_rate: float, batch: Any) -> dict[str, Rule]:
         "adam_beta2": Rule(f"{optimizer}.beta2", 0.999),
         "adam_epsilon": Rule(f"{optimizer}.eps", 1e-08),
         "max_grad_norm": Rule(f"{optimizer}.gradient_clipping", 1.0, values.clipping),
-        "lr_scheduler_type": Rule(f"{optimizer}.lr_scheduler_type", "linear", values.schedule(block)),
+        "lr_scheduler_type": Rule(f"{optimizer}.lr_scheduler_type", "linear", values.schedule),
         "lr_scheduler_kwargs": part_of(f"{optimizer}.min_lr_ratio", None),
-        "warmup_ratio": Rule(f"{optimizer}.warmup_steps_proportion", make=values.warmup(block)),
-        "warmup_steps": Rule(f"{optimizer}.warmup_steps_proportion", 0, values.warmup(block)),
-        "optim": Rule(
-            f"{optimizer}.type", make=only(values.OPTIMIZERS, "optimizers are AdamW, and AdamW with smaller moments")
-        ),
+        "warmup_ratio": Rule(f"{optimizer}.warmup_steps_proportion", make=values.warmup),
+        "warmup_steps": Rule(f"{optimizer}.warmup_steps_proportion", 0, values.warmup),
+        "optim": Rule(f"{optimizer}.type", make=values.optimizer),
         "bf16": Rule(f"{block}.dtype", None, values.dtype),
         "fp16": part_of(f"{block}.dtype", False),
-        "dtype": unless("float32", "parameters are float32; bf16 says in which dtype is computed"),
-        "torch_dtype": unless("float32", "parameters are float32; bf16 says in which dtype is computed"),
+        **dict.fromkeys(("dtype", "torch_dtype"), unless("float32", _BF16)),
         "gradient_checkpointing": Rule(f"{block}.gradient_checkpointing", True),
         "torch_compile": Rule(f"{block}.torch_compile", False),
         "attn_implementation": Rule(f"{block}.attn_impl", None),
-        "use_peft": Rule(f"{block}.lora", False, values.lora(block)),
+        "use_peft": Rule(f"{block}.lora", False, values.lora),
         "lora_r": part_of(f"{block}.lora.rank", 16),
         "lora_alpha": part_of(f"{block}.lora.alpha", 32),
         "lora_dropout": part_of(f"{block}.lora.dropout", 0.05),
         "lora_target_modules": part_of(f"{block}.lora.target_modules", None),
         "seed": Rule("seed", 42),
         "output_dir": Rule("cluster.fileroot", why="a folder of all runs"),
-        "report_to": Rule("stats_logger.<service>.mode", "none", lambda value, _: switch_on(value)),
-        "logging_steps": Rule(
-            "stats_logger.line_freq_steps", make=lambda value, old: at_least_one(value / values.updates(old))
-        ),
-        "save_strategy": Rule("saver", "steps", lambda value, _: values.per_epoch(value)),
+        "report_to": Rule("stats_logger.<service>.mode", "none", rules.switch_on),
+        "logging_steps": Rule("stats_logger.line_freq_steps", make=values.batches),
+        "save_strategy": Rule("saver", "steps", values.per_epoch),
         "save_steps": Rule("saver.freq_steps", 500, values.save),
-        "save_total_limit": unless(
-            None, "the saver keeps all; recover.keep_last bounds the checkpoints to resume from"
-        ),
+        "save_total_limit": unless(None, _ALL_KEPT),
         "eval_strategy": Rule("evaluator, valid_dataset", "no", values.evaluate),
         "eval_steps": part_of("evaluator.freq_steps", None),
-        "resume_from_checkpoint": Rule(
-            "recover.mode",
-            make=lambda value, _: {"recover.mode": "auto", "recover.freq_secs": 600} if value else NOTHING,
-        ),
-        "load_in_4bit": unless(False, "models are not quantized"),
-        "load_in_8bit": unless(False, "models are not quantized"),
+        "resume_from_checkpoint": Rule("recover.mode", make=values.resume),
+        **dict.fromkeys(("load_in_4bit", "load_in_8bit"), unless(False, "models are not quantized")),
         "push_to_hub": unless(False, "models are not uploaded"),
         "use_liger_kernel": unless(False, "kernels are PyTorch's"),
         "neftune_noise_alpha": unless(None, "no noise is added to embeddings"),
@@ -118,32 +98,19 @@ GRPO: dict[str, Rule] = {
     "reward_weights": part_of("reward", None),
     "temperature": Rule("gconfig.temperature", 1.0),
     "top_p": Rule("gconfig.top_p", 1.0),
-    "top_k": Rule("gconfig.top_k", 0, lambda value, _: value if value and value > 0 else NOTHING),
-    "min_p": Rule("gconfig.min_p", None, lambda value, _: value or NOTHING),
+    "top_k": Rule("gconfig.top_k", 0, rules.if_positive),
+    "min_p": Rule("gconfig.min_p", None, rules.if_true),
     "repetition_penalty": unless(1.0, "the trainer could not reproduce the logprobs of such sampling"),
     "beta": Rule("actor.kl_ctl, actor.kl_in, actor.kl_estimator, ref", 0.0, values.kl),
     "use_bias_correction_kl": unless(True, "the KL term is not weighed by the ratio"),
-    "epsilon": Rule("actor.eps_clip", 0.2, lambda value, old: value if values.clips(old) else NOTHING),
+    "epsilon": Rule("actor.eps_clip", 0.2, values.if_clips),
     "epsilon_high": Rule("actor.eps_clip_higher, actor.cispo_max", None, values.upper),
-    "delta": Rule(
-        "actor.c_clip", None, lambda value, old: NOTHING if value is None or not values.clips(old) else value
-    ),
+    "delta": Rule("actor.c_clip", None, values.if_clips),
     "loss_type": Rule("actor.aggregation, actor.objective", "dapo", values.loss),
     "importance_sampling_level": Rule("actor.importance_sampling_level", "token", values.level),
-    "sapo_temperature_pos": Rule(
-        "actor.sapo_tau_positive", 1.0, lambda value, old: value if old["loss_type"] == "sapo" else NOTHING
-    ),
-    "sapo_temperature_neg": Rule(
-        "actor.sapo_tau_negative", 1.05, lambda value, old: value if old["loss_type"] == "sapo" else NOTHING
-    ),
-    "scale_rewards": Rule(
-        "actor.reward_scale",
-        "group",
-        only(
-            {"group": "group_std", True: "group_std", "batch": "batch_std", "none": "none", False: "none"},
-            "rewards are scaled by the deviation of their group, of the batch, or not",
-        ),
-    ),
+    "sapo_temperature_pos": Rule("actor.sapo_tau_positive", 1.0, values.if_sapo),
+    "sapo_temperature_neg": Rule("actor.sapo_tau_negative", 1.05, values.if_sapo),
+    "scale_rewards": Rule("actor.reward_scale", "group", values.scale),
     "mask_truncated_completions": Rule("actor.truncated", False, lambda value, _: "mask" if value else NOTHING),
     "entropy_coef": Rule("actor.entropy_ctl", 0.0),
     "off_policy_mask_threshold": Rule("actor.sequence_mask_delta", None),
@@ -155,7 +122,7 @@ GRPO: dict[str, Rule] = {
     "vllm_mode": part_of("allocation_mode", "colocate"),
     "vllm_tensor_parallel_size": part_of("allocation_mode", 1),
     "vllm_gpu_memory_utilization": unless(0.3, "servers have their GPUs to themselves; vllm.gpu_memory_utilization"),
-    "vllm_max_model_length": Rule("vllm.max_model_len", None, lambda value, _: value or NOTHING),
+    "vllm_max_model_length": Rule("vllm.max_model_len", None, rules.if_true),
     "vllm_server_base_url": unless(None, "the launcher starts servers; `trl vllm-serve` speaks another protocol"),
     "vllm_importance_sampling_correction": Rule("actor.proximal, actor.correction", True, values.correction),
     "vllm_importance_sampling_mode": part_of("actor.correction", "sequence_mask"),
@@ -178,31 +145,25 @@ SFT: dict[str, Rule] = {
     "assistant_only_loss": Rule("", make=values.of_answers),
     "dataset_text_field": unless("text", "rows are conversations, or a prompt and an answer"),
     "activation_offloading": Rule("model.activation_offloading", False),
-    "loss_type": Rule(
-        "", "nll", only({"nll": NOTHING, "chunked_nll": NOTHING}, "the loss is the negative log-likelihood")
-    ),
+    "loss_type": Rule("", "nll", values.loss_of_sft),
     "shuffle_dataset": unless(False, "train_dataset.shuffle orders every epoch anew, as TRL's sampler does"),
-    "use_cpu": Rule(
-        "allocation_mode, cluster",
-        False,
-        lambda value, old: {"allocation_mode": f"d{old.devices}", **split(0 if value else old.devices)},
-    ),
+    "use_cpu": Rule("allocation_mode, cluster", False, values.allocation_of_sft),
 }
 """Keys of SFTConfig."""
-IGNORED = {
-    "dataloader_*": "data sets are read whole into memory",
-    "logging_*": "metrics.jsonl has every step",
-    "log_*": "metrics.jsonl has every step",
-    "hub_*": "models are not uploaded",
-    "ddp_*": "the trainer is PyTorch's FSDP2",
-    "fsdp*": "the trainer is PyTorch's FSDP2: actor.fsdp",
-    "deepspeed": "the trainer is PyTorch's FSDP2",
-    "vespo_*": "vespo is not implemented",
-    "entropy_coef_*": "the entropy bonus has a constant weight",
-    "ref_model_*": "the reference stays the model before training",
-    "vllm_*": "options of vLLM servers stand in the block vllm",
-    "do_*": "the script decides",
-    "per_device_eval_batch_size": "an evaluation takes every row once",
-    "bnb_*": "models are not quantized",
-}
-"""Patterns of keys that change no number of the run, and why they are gone."""
+IGNORED = patterns(
+    {
+        "data sets are read whole into memory": "dataloader_*",
+        "metrics.jsonl has every step": "logging_* log_*",
+        "models are not uploaded": "hub_*",
+        "the trainer is PyTorch's FSDP2": "ddp_* deepspeed",
+        "the trainer is PyTorch's FSDP2: actor.fsdp": "fsdp*",
+        "vespo is not implemented": "vespo_*",
+        "the entropy bonus has a constant weight": "entropy_coef_*",
+        "the reference stays the model before training": "ref_model_*",
+        "options of vLLM servers stand in the block vllm": "vllm_*",
+        "the script decides": "do_*",
+        "an evaluation takes every row once": "per_device_eval_batch_size",
+        "models are not quantized": "bnb_*",
+    }
+)
+"""Patterns of keys that change no number of the run, by why they are gone."""

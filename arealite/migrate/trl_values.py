@@ -3,37 +3,31 @@
 from typing import Any
 
 from arealite.api.config.schema import MISSING
-from arealite.migrate.rules import (
-    NOTHING,
-    Because,
-    MustDecide,
-    Old,
-    Tree,
-    WithoutCounterpart,
-    at_least_one,
-    beside,
-    split,
+from arealite.migrate import rules
+from arealite.migrate.rules import NOTHING, Because, MustDecide, Old, Tree, WithoutCounterpart, at_least_one
+
+_SCHEDULES = {one: one for one in ("linear", "cosine", "constant")}
+_SCHEDULES |= {"cosine_with_min_lr": "cosine", "constant_with_warmup": "constant"}
+_OPTIMIZERS = dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), "adam")
+_OPTIMIZERS |= dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit"), "adam_8bit")
+optimizer = rules.only(_OPTIMIZERS, "optimizers are AdamW, and AdamW with smaller moments")
+loss_of_sft = rules.only(dict.fromkeys(("nll", "chunked_nll"), NOTHING), "the loss is the negative log-likelihood")
+scale = rules.only(
+    {"group": "group_std", True: "group_std", "batch": "batch_std", "none": "none", False: "none"},
+    "rewards are scaled by the deviation of their group, of the batch, or not",
 )
 
-_SCHEDULES = {
-    "linear": "linear",
-    "cosine": "cosine",
-    "cosine_with_min_lr": "cosine",
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-}
-OPTIMIZERS = dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), "adam")
-OPTIMIZERS |= dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit"), "adam_8bit")
+
+def _block(old: Old) -> str:
+    """Return the block of ours that is trained."""
+    return "actor" if "num_generations" in old.rules else "model"
 
 
 def _completions(old: Old) -> tuple[int, int]:
     """Return the completions that are sampled at a time, and those of an optimizer step."""
-    step = old["per_device_train_batch_size"] * old.devices * old["gradient_accumulation_steps"]
-    micro = old["per_device_train_batch_size"] * old.devices
-    sampled = old["generation_batch_size"] or micro * (
-        old["steps_per_generation"] or old["gradient_accumulation_steps"]
-    )
-    return max(sampled, step), step
+    micro, times = old["per_device_train_batch_size"] * old.devices, old["gradient_accumulation_steps"]
+    sampled = old["generation_batch_size"] or micro * (old["steps_per_generation"] or times)
+    return max(sampled, micro * times), micro * times
 
 
 def _minibatches(old: Old) -> int:
@@ -43,7 +37,12 @@ def _minibatches(old: Old) -> int:
 
 def updates(old: Old) -> int:
     """Return the optimizer steps of a batch."""
-    return 1 if "num_generations" not in old.rules else _minibatches(old) * old["num_iterations"]
+    return _minibatches(old) * old["num_iterations"] if _block(old) == "actor" else 1
+
+
+def batches(value: Any, old: Old) -> int:
+    """Count batches where TRL counts optimizer steps."""
+    return at_least_one(value / updates(old))
 
 
 def batch(_value: Any, old: Old) -> Tree:
@@ -75,44 +74,34 @@ def batch_of_sft(_value: Any, old: Old) -> Tree:
 
 
 def total_steps(value: Any, old: Old) -> Any:
-    """Count batches where TRL counts optimizer steps."""
+    """Count batches, if the number of steps is bounded."""
     if value is None or value <= 0:
         return NOTHING
-    count = updates(old)
-    steps = at_least_one(value / count)
+    count, steps = updates(old), batches(value, old)
     return steps if count == 1 else Because(steps, f"batches of {count} optimizer steps, which TRL counts")
 
 
-def warmup(block: str) -> Any:
+def warmup(value: Any, old: Old) -> Any:
     """Make a share of all steps of a share, or of a number of steps."""
-
-    def make(value: Any, old: Old) -> Any:
-        key = f"{block}.optimizer.warmup_steps_proportion"
-        if value is None or old["lr_scheduler_type"] == "constant":
-            return {key: Because(0.0, "constant has no warmup in TRL")}
-        if value < 1:
-            return {key: float(value)}
-        if old["max_steps"] is not None and old["max_steps"] > 0:
-            return {key: Because(min(1.0, value / old["max_steps"]), f"{value} of {old['max_steps']} steps")}
-        return {key: Because(MISSING, f"{value} steps, as a share of all optimizer steps, which epochs decide")}
-
-    return make
+    if value is None or old["lr_scheduler_type"] == "constant":
+        return Because(0.0, "constant has no warmup in TRL")
+    if value < 1:
+        return float(value)
+    if old["max_steps"] is not None and old["max_steps"] > 0:
+        return Because(min(1.0, value / old["max_steps"]), f"{value} of {old['max_steps']} steps")
+    return Because(MISSING, f"{value} steps, as a share of all optimizer steps, which epochs decide")
 
 
-def schedule(block: str) -> Any:
+def schedule(value: Any, old: Old) -> Tree:
     """Name the shape, and the lowest learning rate of one that has it."""
-
-    def make(value: Any, old: Old) -> Any:
-        if value not in _SCHEDULES:
-            raise MustDecide("schedules are constant, linear and cosine")
-        new: Tree = {f"{block}.optimizer.lr_scheduler_type": _SCHEDULES[value]}
-        more = old["lr_scheduler_kwargs"] or {}
-        if value == "cosine_with_min_lr" and isinstance(more, dict):
-            ratio = more.get("min_lr_rate", more.get("min_lr", 0.0) / old["learning_rate"])
-            new[f"{block}.optimizer.min_lr_ratio"] = Because(ratio, "lr_scheduler_kwargs")
-        return new
-
-    return make
+    if value not in _SCHEDULES:
+        raise MustDecide("schedules are constant, linear and cosine")
+    key, more = f"{_block(old)}.optimizer", old["lr_scheduler_kwargs"] or {}
+    new: Tree = {f"{key}.lr_scheduler_type": _SCHEDULES[value]}
+    if value == "cosine_with_min_lr" and isinstance(more, dict):
+        ratio = more.get("min_lr_rate", more.get("min_lr", 0.0) / old["learning_rate"])
+        new[f"{key}.min_lr_ratio"] = Because(ratio, "lr_scheduler_kwargs")
+    return new
 
 
 def dtype(value: Any, old: Old) -> Any:
@@ -122,24 +111,19 @@ def dtype(value: Any, old: Old) -> Any:
     return "float32" if value is False else "bfloat16"
 
 
-def lora(block: str) -> Any:
+def lora(value: Any, old: Old) -> Any:
     """Make a block of LoRA of `use_peft` and its keys."""
-
-    def make(value: Any, old: Old) -> Any:
-        if not value:
-            return NOTHING
-        modules = old["lora_target_modules"] or "all-linear"
-        is_one = isinstance(modules, list) and modules == ["all-linear"]
-        new = {
-            f"{block}.lora.rank": Because(old["lora_r"], "lora_r"),
-            f"{block}.lora.alpha": Because(old["lora_alpha"], "lora_alpha"),
-            f"{block}.lora.target_modules": Because("all-linear" if is_one else modules, "lora_target_modules"),
-        }
-        if block == "model":
-            new["model.lora.dropout"] = Because(old["lora_dropout"], "lora_dropout")
-        return new
-
-    return make
+    if not value:
+        return NOTHING
+    key, modules = f"{_block(old)}.lora", old["lora_target_modules"] or "all-linear"
+    new = {
+        f"{key}.rank": Because(old["lora_r"], "lora_r"),
+        f"{key}.alpha": Because(old["lora_alpha"], "lora_alpha"),
+        f"{key}.target_modules": Because("all-linear" if modules == ["all-linear"] else modules, "lora_target_modules"),
+    }
+    if _block(old) == "model":
+        new[f"{key}.dropout"] = Because(old["lora_dropout"], "lora_dropout")
+    return new
 
 
 def save(value: Any, old: Old) -> Any:
@@ -148,7 +132,7 @@ def save(value: Any, old: Old) -> Any:
         return NOTHING
     if value < 1:
         raise WithoutCounterpart("steps between two are a number of steps: set saver.freq_steps")
-    return {"saver.freq_steps": at_least_one(value / updates(old))}
+    return batches(value, old)
 
 
 def evaluate(value: Any, old: Old) -> Any:
@@ -161,7 +145,7 @@ def evaluate(value: Any, old: Old) -> Any:
     steps = old["eval_steps"] or old["logging_steps"]
     if steps < 1:
         raise WithoutCounterpart("eval_steps below 1 is a share of all steps: set evaluator.freq_steps")
-    return new | {"evaluator.freq_steps": Because(at_least_one(steps / updates(old)), f"eval_steps: {steps}")}
+    return new | {"evaluator.freq_steps": Because(batches(steps, old), f"eval_steps: {steps}")}
 
 
 def epochs(value: Any, old: Old) -> Any:
@@ -185,9 +169,14 @@ def clipping(value: Any, _old: Old) -> Any:
     return value
 
 
-def per_epoch(value: Any) -> Any:
+def per_epoch(value: Any, _old: Old) -> Any:
     """Save once per epoch if that is the strategy."""
     return {"saver.freq_epochs": 1} if value == "epoch" else NOTHING
+
+
+def resume(value: Any, _old: Old) -> Any:
+    """Write checkpoints from which a run resumes."""
+    return {"recover.mode": "auto", "recover.freq_secs": 600} if value else NOTHING
 
 
 _LOSSES: dict[str, Tree] = {
@@ -207,16 +196,22 @@ def loss(value: Any, _old: Old) -> Tree:
     return _LOSSES[value]
 
 
-def clips(old: Old) -> bool:
-    """Tell whether the loss clips ratios."""
-    return old["loss_type"] in ("dapo", "bnpo", "grpo", "dr_grpo")
+def if_clips(value: Any, old: Old) -> Any:
+    """Keep a bound if the loss clips ratios."""
+    clips = old["loss_type"] in ("dapo", "bnpo", "grpo", "dr_grpo")
+    return value if clips and value is not None else NOTHING
+
+
+def if_sapo(value: Any, old: Old) -> Any:
+    """Keep a setting of the loss SAPO."""
+    return value if old["loss_type"] == "sapo" else NOTHING
 
 
 def upper(value: Any, old: Old) -> Any:
     """Give epsilon_high the place that it has in the loss."""
     if old["loss_type"] == "cispo":
         return {"actor.cispo_max": old["epsilon"] if value is None else value}
-    return {"actor.eps_clip_higher": value} if clips(old) and value is not None else NOTHING
+    return if_clips(value, old)
 
 
 def level(value: Any, old: Old) -> Any:
@@ -225,7 +220,7 @@ def level(value: Any, old: Old) -> Any:
         return NOTHING
     if old["loss_type"] != "grpo":
         raise MustDecide("one ratio per completion goes with the mean over completions: loss_type grpo")
-    return {"actor.importance_sampling_level": "sequence"}
+    return value
 
 
 def correction(value: Any, old: Old) -> Tree:
@@ -259,17 +254,17 @@ def kl(value: Any, _old: Old) -> Any:
 def allocation(value: Any, old: Old) -> Tree:
     """Share devices out to servers and trainer."""
     if old["use_cpu"]:
-        mode = Because("lite.d1+d1", "a CPU, whose server is the embedded one")
-        return {"allocation_mode": mode, **split(0)}
+        return rules.on_devices(Because("lite.d1+d1", "a CPU, whose server is the embedded one"), 0)
+    size = old["vllm_tensor_parallel_size"]
     if value and old["vllm_mode"] == "server":
-        size = old["vllm_tensor_parallel_size"]
         told = "vLLM has devices of its own, as `trl vllm-serve` had; the launcher starts it"
-        mode = Because(f"vllm.d1p1t{size}+d{old.devices}p1t1", told)
-        return {"allocation_mode": mode, **split(old.devices + size)}
-    return {
-        "allocation_mode": beside("vllm", old.devices, tensor=old["vllm_tensor_parallel_size"]),
-        **split(old.devices),
-    }
+        return rules.on_devices(Because(f"vllm.d1p1t{size}+d{old.devices}p1t1", told), old.devices + size)
+    return rules.on_devices(rules.beside("vllm", old.devices, tensor=size), old.devices)
+
+
+def allocation_of_sft(value: Any, old: Old) -> Tree:
+    """Give the trainer all devices."""
+    return rules.on_devices(f"d{old.devices}", 0 if value else old.devices)
 
 
 def length(value: Any, old: Old) -> Tree:
@@ -287,5 +282,5 @@ def rewards(value: Any, old: Old) -> Any:
     names = [value] if isinstance(value, str) else list(value or [])
     weights = old["reward_weights"] or [1.0] * len(names)
     if len(names) > 1 and len(weights) == len(names):
-        return {"reward": Because(MISSING, f"{told}, with weights: {dict(zip(names, weights, strict=True))}")}
-    return {"reward": Because(MISSING, f"FILE.py:FUNCTION; {told}")}
+        return Because(MISSING, f"{told}, with weights: {dict(zip(names, weights, strict=True))}")
+    return Because(MISSING, f"FILE.py:FUNCTION; {told}")

@@ -3,16 +3,8 @@
 from typing import Any
 
 from arealite.api.config.schema import MISSING
-from arealite.migrate.rules import (
-    NOTHING,
-    Because,
-    MustDecide,
-    Old,
-    Tree,
-    WithoutCounterpart,
-    beside,
-    or_missing,
-)
+from arealite.migrate import rules
+from arealite.migrate.rules import NOTHING, Because, MustDecide, Old, Tree, WithoutCounterpart
 
 ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("actor", "model", "rollout"))
 OPTIM, FSDP = f"{ACTOR}.optim", f"{ACTOR}.fsdp_config"
@@ -38,13 +30,15 @@ _AGGREGATIONS: dict[str, Tree] = {
     "seq-mean-token-sum-norm": {"actor.aggregation": "constant"},
 }
 _KL = {"low_var_kl": "k3", "k3": "k3", "k3+": "k2", "k2": "k2", "mse": "k2", "k1+": "k2"}
-_NO_OTHER = "the ways to estimate advantages are in docs/algorithms.md"
+schedule = rules.one_of("constant", "cosine", otherwise="schedules are constant, linear and cosine")
+optimizer = rules.only({"AdamW": NOTHING}, "optimizers are those of actor.optimizer.type")
+strategy = rules.only(dict.fromkeys(("fsdp", "fsdp2"), NOTHING), "the trainer is PyTorch's FSDP2")
 
 
 def estimator(value: Any, old: Old) -> Tree:
     """Choose baseline, scale and whitening."""
     if value not in _ESTIMATORS:
-        raise MustDecide(_NO_OTHER)
+        raise MustDecide("the ways to estimate advantages are in docs/algorithms.md")
     new = dict(_ESTIMATORS[value])
     if value == "grpo":
         is_scaled = old["algorithm.norm_adv_by_std_in_grpo"]
@@ -61,15 +55,11 @@ def minibatches(value: Any, old: Old) -> Because:
     return Because(max(1, batch // value), told if epochs == 1 else f"{told}; {epochs} epochs over a batch become one")
 
 
-def _is_gspo_or_gmpo(old: Old) -> bool:
-    return old[f"{ACTOR}.policy_loss.loss_mode"] in ("gspo", "geo_mean")
-
-
 def aggregation(value: Any, old: Old) -> Any:
     """Choose what weighs equally in the loss."""
     if value not in _AGGREGATIONS:
         raise MustDecide("aggregations are in docs/algorithms.md")
-    if _is_gspo_or_gmpo(old):  # which the loss decides
+    if old[f"{ACTOR}.policy_loss.loss_mode"] in ("gspo", "geo_mean"):  # they decide it
         return NOTHING
     new = dict(_AGGREGATIONS[value])
     if value == "seq-mean-token-sum-norm" and old[f"{ACTOR}.loss_scale_factor"] is not None:
@@ -94,23 +84,24 @@ def _clips(old: Old) -> bool:
     return old[f"{ACTOR}.policy_loss.loss_mode"] in ("vanilla", "gspo")
 
 
+def if_clips(value: Any, old: Old) -> Any:
+    """Keep a value where the loss clips ratios."""
+    return value if _clips(old) else NOTHING
+
+
 def clip(value: Any, old: Old) -> Any:
     """Take clip_ratio where the lower bound is not given."""
     if not _clips(old) or f"{ACTOR}.clip_ratio_low" in old:
         return NOTHING
-    told = "verl itself takes clip_ratio_low and clip_ratio_high, which stay 0.2 unless they are given, too"
-    return {"actor.eps_clip": Because(value, told)}
-
-
-def if_clips(ours: str) -> Any:
-    """Keep a value where the loss clips ratios."""
-    return lambda value, old: {ours: value} if _clips(old) else NOTHING
+    return Because(
+        value, "verl itself takes clip_ratio_low and clip_ratio_high, which stay 0.2 unless they are given, too"
+    )
 
 
 def higher(value: Any, old: Old) -> Any:
     """Keep an upper bound that is not the lower one."""
-    lower = old[f"{ACTOR}.clip_ratio_low"] if f"{ACTOR}.clip_ratio_low" in old else old[f"{ACTOR}.clip_ratio"]
-    return {"actor.eps_clip_higher": value} if _clips(old) and value != lower else NOTHING
+    lower = old[f"{ACTOR}.clip_ratio_low" if f"{ACTOR}.clip_ratio_low" in old else f"{ACTOR}.clip_ratio"]
+    return if_clips(value, old) if value != lower else NOTHING
 
 
 def kl_in_loss(value: Any, old: Old) -> Any:
@@ -120,10 +111,9 @@ def kl_in_loss(value: Any, old: Old) -> Any:
     if old["algorithm.use_kl_in_reward"]:
         raise MustDecide("the KL penalty is in the rewards or in the loss: algorithm.use_kl_in_reward is true")
     kind = old[f"{ACTOR}.kl_loss_type"]
+    told = f"kl_loss_type {kind}"
     if kind not in _KL:
-        told = f"kl_loss_type {kind} has an expected gradient of 0 near the reference; k3 does not"
-    else:
-        told = f"kl_loss_type {kind}"
+        told += " has an expected gradient of 0 near the reference; k3 does not"
     return {
         "actor.kl_ctl": Because(old[f"{ACTOR}.kl_loss_coef"], "kl_loss_coef"),
         "actor.kl_in": "loss",
@@ -136,10 +126,9 @@ def kl_in_reward(value: Any, old: Old) -> Any:
     """Make a penalty in the rewards, and the reference that it needs."""
     if not value:
         return NOTHING
+    told = "algorithm.kl_ctrl.kl_coef"
     if old["algorithm.kl_ctrl.type"] != "fixed":
         told = "the weight of the penalty is constant: kl_ctrl.type adaptive has no counterpart"
-    else:
-        told = "algorithm.kl_ctrl.kl_coef"
     return {
         "actor.kl_ctl": Because(old["algorithm.kl_ctrl.kl_coef"], told),
         "actor.kl_in": "reward",
@@ -148,14 +137,14 @@ def kl_in_reward(value: Any, old: Old) -> Any:
     }
 
 
-def proximal(value: Any, old: Old) -> Tree:
+def proximal(value: Any, old: Old) -> Because:
     """verl computes the logprobs of the policy before the update anew unless told to take the server's."""
     if value:
-        return {"actor.proximal": Because("rollout", "bypass_mode: the server's logprobs")}
+        return Because("rollout", "bypass_mode: the server's logprobs")
     size = old[f"{ACTOR}.ppo_mini_batch_size"]
     is_one_step = old["data.train_batch_size"] <= size and old[f"{ACTOR}.ppo_epochs"] == 1
     told = "the policy before the update" + (", exact with one optimizer step" if is_one_step else "")
-    return {"actor.proximal": Because("current" if is_one_step else "recompute", told)}
+    return Because("current" if is_one_step else "recompute", told)
 
 
 def correction(value: Any, old: Old) -> Any:
@@ -174,23 +163,38 @@ def correction(value: Any, old: Old) -> Any:
     }
 
 
+def truncation(value: Any, _old: Old) -> Any:
+    """Truncate the weights of tokens where there is a bound."""
+    if value is None or value <= 0:
+        return NOTHING
+    return {
+        "actor.correction.action": Because("truncate", "tis_imp_ratio_cap"),
+        "actor.correction.level": "token",
+        "actor.correction.upper": float(value),
+    }
+
+
+def _longest(old: Old) -> Any:
+    return old["data.max_prompt_length"] + old["data.max_response_length"]
+
+
 def micro_batch(value: Any, old: Old) -> Any:
     """Count tokens where verl counts sequences per GPU."""
     if value is None or old[f"{ACTOR}.use_dynamic_bsz"]:
         return NOTHING
-    longest = old["data.max_prompt_length"] + old["data.max_response_length"]
-    return {"actor.mb_spec.max_tokens_per_mb": Because(value * longest, f"{value} sequences of {longest} tokens")}
+    longest = _longest(old)
+    return Because(value * longest, f"{value} sequences of {longest} tokens")
 
 
 def tokens(value: Any, old: Old) -> Any:
     """Bound a micro-batch where verl does so by tokens."""
-    return {"actor.mb_spec.max_tokens_per_mb": value} if old[f"{ACTOR}.use_dynamic_bsz"] else NOTHING
+    return value if old[f"{ACTOR}.use_dynamic_bsz"] else NOTHING
 
 
 def files(value: Any, _old: Old) -> Any:
     """Mix several files."""
     files = value if isinstance(value, list) else [value]
-    new: Tree = {"train_dataset.path": or_missing(files[0], _old)}
+    new: Tree = {"train_dataset.path": rules.or_missing(files[0], _old)}
     if len(files) > 1:
         new["train_dataset.mixed_with"] = [{"path": one} for one in files[1:]]
     return new
@@ -199,11 +203,15 @@ def files(value: Any, _old: Old) -> Any:
 def valid(value: Any, _old: Old) -> Any:
     """Take the first file."""
     files = value if isinstance(value, list) else [value]
-    if len(files) > 1:
-        return {
-            "valid_dataset.path": Because(files[0], f"one source is evaluated; not {', '.join(map(str, files[1:]))}")
-        }
-    return {"valid_dataset.path": files[0]} if value else NOTHING
+    if not value:
+        return NOTHING
+    told = f"one source is evaluated; not {', '.join(map(str, files[1:]))}"
+    return {"valid_dataset.path": files[0] if len(files) == 1 else Because(files[0], told)}
+
+
+def answers(value: Any, _old: Old) -> Because:
+    """Name the column of what is right."""
+    return Because(value, "the column of verl's rows that holds {'ground_truth': ...}; the reward gets it as `answer`")
 
 
 def reward(value: Any, old: Old) -> Any:
@@ -211,10 +219,10 @@ def reward(value: Any, old: Old) -> Any:
     told = "arguments change to (prompt, completions, prompt_ids, completion_ids, answer, **columns)"
     name = old["custom_reward_function.name"] or old["reward.custom_reward_function.name"]
     if value:
-        return {"reward": Because(f"{value}:{name}", told)}
+        return Because(f"{value}:{name}", told)
     if old["reward.custom_reward_function.path"]:
         return NOTHING
-    return {"reward": Because(MISSING, f"FILE.py:FUNCTION; verl chooses one by data_source; {told}")}
+    return Because(MISSING, f"FILE.py:FUNCTION; verl chooses one by data_source; {told}")
 
 
 def or_reward(value: Any, old: Old) -> Any:
@@ -226,20 +234,39 @@ def allocation(value: Any, old: Old) -> Tree:
     """Share the GPUs out to servers and trainer."""
     nodes, gpus = old["trainer.nnodes"], old["trainer.n_gpus_per_node"]
     servers = value if value in ("sglang", "vllm") else "sglang"
-    mode = beside(servers, nodes * gpus, tensor=old[f"{ROLLOUT}.tensor_model_parallel_size"])
-    longest = old["data.max_prompt_length"] + old["data.max_response_length"]
-    alone = {"lite.context": Because(longest, "the longest prompt and completion")} if nodes * gpus == 1 else {}
+    mode = rules.beside(servers, nodes * gpus, tensor=old[f"{ROLLOUT}.tensor_model_parallel_size"])
+    alone = {"lite.context": Because(_longest(old), "the longest prompt and completion")} if nodes * gpus == 1 else {}
     return {"allocation_mode": mode, **alone}
 
 
-def greater(ours: str) -> Any:
-    """Make a frequency, or nothing of -1."""
-    return lambda value, _: {ours: value} if isinstance(value, int) and value > 0 else NOTHING
+def if_critic(value: Any, old: Old) -> Any:
+    """Keep a setting of a critic where there is one."""
+    return value if old["algorithm.adv_estimator"] == "gae" else NOTHING
 
 
-def evaluations(value: Any, _old: Old) -> Any:
-    """Make a frequency, or nothing of -1."""
-    return {"evaluator.freq_steps": value} if value and value > 0 else NOTHING
+def on(value: Any, _old: Old) -> Any:
+    """Switch something on."""
+    return True if value else NOTHING
+
+
+def overlong(value: Any, old: Old) -> Any:
+    """Keep the length of the buffer if it is used."""
+    return value if old["reward_model.overlong_buffer.enable"] else NOTHING
+
+
+def temperature(value: Any, _old: Old) -> Any:
+    """Sample in evaluations unless the temperature is 0."""
+    return {"eval_gconfig.greedy": False, "eval_gconfig.temperature": value} if value else NOTHING
+
+
+def betas(value: Any, _old: Old) -> Tree:
+    """Give each its key."""
+    return {"actor.optimizer.beta1": value[0], "actor.optimizer.beta2": value[1]}
+
+
+def if_schedule(value: Any, _old: Old) -> Any:
+    """Keep a style of warmup that names a schedule."""
+    return value if value in ("constant", "cosine") else NOTHING
 
 
 def checkpoints(value: Any, old: Old) -> Any:
@@ -255,10 +282,10 @@ def warmup(value: Any, old: Old) -> Any:
     """Make a share of all steps of a number of steps."""
     if value is None or value < 0:
         return NOTHING
-    key, total = "actor.optimizer.warmup_steps_proportion", old["trainer.total_training_steps"]
+    total = old["trainer.total_training_steps"]
     if value and not total:
-        return {key: Because(MISSING, f"{value} steps, as a share of all")}
-    return {key: Because(value / total if value else 0.0, f"{value} of {total} steps")}
+        return Because(MISSING, f"{value} steps, as a share of all")
+    return Because(value / total if value else 0.0, f"{value} of {total} steps")
 
 
 def lora(value: Any, old: Old) -> Any:
@@ -274,7 +301,7 @@ def lora(value: Any, old: Old) -> Any:
 
 def offload(value: Any, _old: Old) -> Any:
     """Offload parameters."""
-    return {"actor.fsdp.offload_params": Because(True, "with the optimizer's state")} if value else NOTHING
+    return Because(True, "with the optimizer's state") if value else NOTHING
 
 
 def shards(value: Any, old: Old) -> Any:

@@ -35,12 +35,12 @@ import psutil
 
 from arealite.api.errors import RewardError
 from arealite.api.reward_api import RewardFunction
+from arealite.api.source_lines import line_of
 from arealite.reward.worker import Reply, checked, explained
 from arealite.utils import heartbeat
 from arealite.utils.activity import doing
 from arealite.utils.environment import SECRET_VARIABLE
 from arealite.utils.processes import describe_exit, exit_status, kill_tree
-from arealite.utils.source_lines import line_of
 
 logger = logging.getLogger("arealite.reward")
 
@@ -95,7 +95,10 @@ class RewardRunner:
 
     async def __call__(self, **call: Any) -> float:
         if self._is_closed:
-            raise RuntimeError(f"reward runner of {self.name} must be open: got a call after close(). Make a new one.")
+            raise RuntimeError(
+                f"reward runner of {self.name} must be open: got a call after close(). Make a new one, or close "
+                "workflows after rollout.destroy(), which ends their episodes."
+            )
         kind: Any
         with doing("reward"):
             if self.is_async:

@@ -21,18 +21,8 @@ from pathlib import PurePosixPath
 from typing import Literal
 
 from arealite.api.errors import ConfigError, EnvError
-from arealite.reward.confinement import (
-    ADVICE,
-    FOLDER,
-    NOBODY,
-    SHARED_MIB,
-    Confined,
-    Limits,
-    in_bubblewrap,
-    in_process,
-    memory_file,
-    python,
-)
+from arealite.reward import confinement
+from arealite.reward.confinement import Confined, Limits
 from arealite.utils import heartbeat
 from arealite.utils.processes import exit_status, kill_tree
 from arealite.utils.threads import DaemonThreads
@@ -114,13 +104,13 @@ class Sandbox:
         """Do the same at once in this thread: for plain functions, such as rewards, which have workers of their own."""
         files, limits = dict(files or {}), limits or self.limits
         if isinstance(program, str):
-            files, program = files | {"main.py": program}, [python(), "main.py"]
+            files, program = files | {"main.py": program}, [confinement.python(), "main.py"]
         for name in files:
             if PurePosixPath(name).is_absolute() or not name or {"", ".", ".."} & {*name.split("/")}:
                 raise ValueError(f"a file of a sandbox must have a relative name: got {name!r}. Write e.g. data/a.txt.")
-        confine = in_bubblewrap if self.isolation == "bubblewrap" else in_process
+        confine = confinement.in_bubblewrap if self.isolation == "bubblewrap" else confinement.in_process
         with contextlib.ExitStack() as cleanup:
-            given = memory_file(stdin)
+            given = confinement.memory_file(stdin)
             cleanup.callback(os.close, given)
             run = _Run(confine(program, files, limits, cleanup), given, limits, cleanup)
             with heartbeat.waiting("a program in a sandbox", on="reward", pid=run.process.pid):
@@ -161,7 +151,7 @@ class _Run:
         for end, theirs in ends:
             cleanup.callback(os.close, end)
             if os.geteuid() == 0 and confined.status is not None:
-                os.fchown(theirs, NOBODY, NOBODY)  # for programs that open /dev/stdout
+                os.fchown(theirs, confinement.NOBODY, confinement.NOBODY)  # for programs that open /dev/stdout
         self._outputs = [end for end, _ in ends]
         self._read: dict[int, bytearray] = {end: bytearray() for end in self._outputs}
         if confined.status is not None:
@@ -249,7 +239,8 @@ class _Run:
     def _num_inodes(self) -> int:
         """Count the files of an isolated program, through the eyes of its first process."""
         number = 0
-        for place, size_mib in ((FOLDER, self._limits.disk_mib), ("/dev/shm", SHARED_MIB)):
+        sizes_mib = {confinement.FOLDER: self._limits.disk_mib, "/dev/shm": confinement.SHARED_MIB}
+        for place, size_mib in sizes_mib.items():
             with contextlib.suppress(OSError):  # it may end
                 found = os.statvfs(f"/proc/{self._root}/root{place}")
                 if found.f_blocks * found.f_frsize == size_mib << 20:  # else the sandbox is not made yet
@@ -263,7 +254,7 @@ class _Run:
         if returncode < 0:
             raise EnvError(f"a sandbox must not be killed: got {signal.Signals(-returncode).name}. Free memory.")
         told = self._read[self._outputs[1]].decode(errors="replace").strip()[-500:]
-        raise EnvError(f"a sandbox must start: got {told!r}. {ADVICE}.")
+        raise EnvError(f"a sandbox must start: got {told!r}. {confinement.ADVICE}.")
 
     def _end(self) -> None:
         """End what is left of it."""

@@ -16,9 +16,9 @@ import sys
 import traceback
 from typing import Any
 
+from arealite.api.source_lines import lines_of_error, users_line
 from arealite.utils import heartbeat
 from arealite.utils.processes import die_with_parent
-from arealite.utils.source_lines import lines_of_error, users_line
 
 Reply = tuple[str, Any]  # `("ok", number)`, or the kind of a RewardError and an explanation
 _MAX_EXPLANATION = 20_000  # characters

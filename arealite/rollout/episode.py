@@ -12,7 +12,7 @@ import logging
 import math
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
@@ -31,7 +31,6 @@ from arealite.api.errors import (
     WorkerLostError,
 )
 from arealite.api.io_struct import ModelRequest, PromptId
-from arealite.api.workflow_api import runs_of
 from arealite.rollout.account.ledger import Ledger
 from arealite.rollout.failures import BY_FILTER, BY_WORKFLOW, Budgets, describe, first, kind_of
 from arealite.rollout.loop_watch import running
@@ -96,6 +95,9 @@ class Episode:
         return number, sampling_seed(self.seed, self.prompt_id, sample=sample, attempt=self.attempt)
 
 
+Keep: TypeAlias = Callable[[Episode], None]
+"""Takes an episode as soon as it is accepted, in the event loop."""
+
 current_episode: ContextVar[Episode | None] = ContextVar("current_episode", default=None)
 
 
@@ -152,7 +154,9 @@ class LocalAttempts:
         newest_version = math.inf if self.is_evaluation else max(self.engine.get_version() + 1, episode.newest_version)
         needs_kept = episode.is_narrowed and not self.is_evaluation
         trajectory = check_trajectory(returned, episode.head_version, newest_version, needs_kept=needs_kept)
-        episode.rewards = trajectory["rewards"][runs_of(trajectory).first_rows].tolist()
+        rewards: list[float] = trajectory["rewards"].tolist()
+        samples = trajectory["sample_index"].tolist() if "sample_index" in trajectory else range(len(rewards))
+        episode.rewards = list(dict(zip(samples, rewards)).values())  # rows of a run share its reward
         is_wanted = prompt.should_accept is None or prompt.should_accept(trajectory)
         return trajectory if is_wanted else BY_FILTER
 

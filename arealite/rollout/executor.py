@@ -23,7 +23,7 @@ from arealite.api.run_folder import RunFolder
 from arealite.api.workflow_api import OutsideRows, RolloutWorkflow
 from arealite.rollout.account.ledger import Ledger
 from arealite.rollout.account.store import RolloutStore
-from arealite.rollout.episode import Attempts, Episode, EpisodeRunner, LocalAttempts, Outcome
+from arealite.rollout.episode import Attempts, Episode, EpisodeRunner, Keep, LocalAttempts, Outcome
 from arealite.rollout.event_loop import EventLoopThread
 from arealite.rollout.failures import OVERDUE, Budgets
 from arealite.rollout.prompts import Dataloader, Prompt, PromptSource, Row, ShouldAccept, brought, named
@@ -165,17 +165,12 @@ class RolloutExecutor:
         """
         return self._hand_out(self._run_all(rows, workflow, is_evaluation=is_evaluation), is_evaluation=is_evaluation)
 
-    def evaluate_each(self, rows: Sequence[Row], workflow: RolloutWorkflow, keep: Callable[[Episode], None]) -> None:
+    def evaluate_each(self, rows: Sequence[Row], workflow: RolloutWorkflow, keep: Keep) -> None:
         """Run one episode per row now and hand each accepted one to `keep` (in the event loop) as soon as it ends."""
         self._run_all(rows, workflow, is_evaluation=True, keep=keep)
 
     def _run_all(
-        self,
-        rows: Sequence[Row],
-        workflow: RolloutWorkflow,
-        *,
-        is_evaluation: bool,
-        keep: Callable[[Episode], None] | None = None,
+        self, rows: Sequence[Row], workflow: RolloutWorkflow, *, is_evaluation: bool, keep: Keep | None = None
     ) -> list[Episode]:
         self._begin()
         prompts, runner = [self._new_prompt(row, workflow) for row in rows], self._runner

@@ -20,8 +20,8 @@ from types import CoroutineType
 from typing import Any
 
 from arealite.api.errors import EpisodeTimeoutError
+from arealite.api.source_lines import SourceLine, line_of, lines_of_frame, users_line
 from arealite.utils import heartbeat
-from arealite.utils.source_lines import SourceLine, line_of, lines_of_frame, users_line
 
 logger = logging.getLogger("arealite.rollout")
 

@@ -6,10 +6,9 @@ holds completions of one version of the weights only.
 
 import asyncio
 import logging
-from collections.abc import Callable
 
 from arealite.api.errors import EpisodeError
-from arealite.rollout.episode import Episode, EpisodeRunner, Outcome
+from arealite.rollout.episode import Episode, EpisodeRunner, Keep, Outcome
 from arealite.rollout.prompts import Prompt
 from arealite.rollout.staleness import StalenessAccount
 
@@ -29,9 +28,7 @@ class UnthrottledBatches:
         runner.ledger.train([one.prompt for one in episodes], version)
         return episodes
 
-    async def evaluate(
-        self, runner: EpisodeRunner, prompts: list[Prompt], keep: Callable[[Episode], None] | None = None
-    ) -> list[Episode]:
+    async def evaluate(self, runner: EpisodeRunner, prompts: list[Prompt], keep: Keep | None = None) -> list[Episode]:
         """Run evaluation episodes; those that other weights than the newest sampled run again.
 
         `keep` gets each as soon as it is accepted, with its trajectory, which is then dropped; it judges the weights.
@@ -55,12 +52,7 @@ class UnthrottledBatches:
         return [one for one in episodes if one not in outdated] + again
 
     async def _run(
-        self,
-        runner: EpisodeRunner,
-        prompts: list[Prompt],
-        *,
-        head_version: int,
-        keep: Callable[[Episode], None] | None = None,
+        self, runner: EpisodeRunner, prompts: list[Prompt], *, head_version: int, keep: Keep | None = None
     ) -> list[Episode]:
         """Return the episodes that were accepted; the first error ends all others."""
         runner.ledger.issue(prompts, cursor=None, is_counted=False)
@@ -89,7 +81,7 @@ class UnthrottledBatches:
 
 
 async def _run_to_the_end(
-    runner: EpisodeRunner, prompt: Prompt, head_version: int, keep: Callable[[Episode], None] | None
+    runner: EpisodeRunner, prompt: Prompt, head_version: int, keep: Keep | None
 ) -> Episode | None:
     """Return the accepted episode; None if it was rejected or failed."""
     while True:

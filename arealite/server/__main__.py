@@ -19,15 +19,18 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from arealite.api.pages import more, page_of
+from arealite.api.pages import page_of
 from arealite.generation.engine import GenerationEngine
 from arealite.server.app import Server
 from arealite.server.load import load_server
 from arealite.utils import heartbeat
+from arealite.utils.doc_pages import more
+from arealite.utils.garbage import skip_last_collection
 from arealite.utils.http_server import HttpServer
 from arealite.utils.logging import setup_logging
 from arealite.utils.processes import raise_file_limit
 from arealite.utils.secret import check_exposed, secret_of_environment
+from arealite.utils.usage import Parser
 
 logger = logging.getLogger("arealite.server")
 FAILURE_NOTICE_S = 1.0  # time for which a failed server still replies 503 with the reason
@@ -36,6 +39,7 @@ FAILURE_NOTICE_S = 1.0  # time for which a failed server still replies 503 with 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, load the model, serve."""
     args = parse_args(argv)
+    skip_last_collection()
     setup_logging()
     disable_progress_bar()
     raise_file_limit()
@@ -62,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m arealite.server", description=__doc__)
+    parser = Parser(prog="python -m arealite.server", description=__doc__)
     parser.add_argument("--model-path", required=True, help="Hugging Face folder with safetensors, or hub id")
     parser.add_argument("--port", type=int, required=True, help="0 picks a free one, which the log names")
     parser.add_argument("--host", default="127.0.0.1")

@@ -171,27 +171,33 @@ class BeginUpdateBody(Body):
 
 
 class BucketBody(Body):
-    """POST /update_weights_from_distributed: the tensors that rank 0 sends next, in order."""
+    """POST /update_weights_from_distributed: the tensors that come next, in order. With several senders there is a list
+    of groups, that of each tensor, and the tensors come at once; SGLang has one group in a call."""
 
     names: list[str]
     dtypes: list[str]
     shapes: list[list[Annotated[int, Field(ge=0)]]]
-    group_name: str
+    group_name: str | list[str]
     flush_cache: bool = True
     weight_version: str | None = None
     load_format: None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if not len(self.names) == len(self.dtypes) == len(self.shapes):
+        lengths = [len(one) for one in (self.names, self.dtypes, self.shapes, self.groups)]
+        if len({*lengths}) > 1:
             raise ValueError(
-                "names, dtypes and shapes must have equal lengths: "
-                f"got {len(self.names)}, {len(self.dtypes)} and {len(self.shapes)}"
+                "names, dtypes and shapes, and group_name if it is a list, must have equal lengths: "
+                f"got {', '.join(map(str, lengths))}"
             )
         unknown = [dtype for dtype in self.dtypes if dtype.removeprefix("torch.") not in DTYPES]
         if unknown:
             raise ValueError(f"dtypes must be one of {', '.join(DTYPES)}: got {unknown[0]}")
         return self
+
+    @property
+    def groups(self) -> list[str]:
+        return self.group_name if isinstance(self.group_name, list) else [self.group_name] * len(self.names)
 
     @property
     def specs(self) -> list[ParamSpec]:

@@ -79,16 +79,20 @@ class WeightReceiver:
     async def stage(self, body: protocol.BucketBody) -> None:
         """Receive one bucket."""
         async with self._turn():
-            if (group := self._groups.get(body.group_name)) is None:
-                raise ValueError(f"group_name must be a group we joined: got {body.group_name}. Join it first.")
+            groups: list[BroadcastGroup] = []
+            for name in body.groups:
+                if (group := self._groups.get(name)) is None:
+                    raise ValueError(f"group_name must be a group we joined: got {name}. Join it first.")
+                groups.append(group)
             try:
                 if self._staged is None:
                     raise ValueError("/begin_weight_update must come first: got a bucket outside of an update.")
                 check_shapes({spec.name: spec.shape for spec in body.specs}, self._engine.weight_shapes)
-                self._staged.update(await in_thread(receive_bucket, group, body.specs))
-            except BaseException:  # also a cancellation must stop the sender
+                self._staged.update(await in_thread(receive_bucket, groups, body.specs))
+            except BaseException:  # also a cancellation must stop the senders
                 self._staged = None
-                self._close(body.group_name)
+                for name in body.groups:
+                    self._close(name)
                 raise
             self._version = body.weight_version or self._version
 

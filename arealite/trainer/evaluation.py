@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -28,7 +28,7 @@ from arealite.api.workflow_api import KEYS_OF_ROWS, RolloutWorkflow
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.rollout.account.rollout_file import read_rows
 from arealite.rollout.account.store import RolloutStore
-from arealite.rollout.episode import Episode
+from arealite.rollout.episode import Episode, Keep
 from arealite.rollout.evaluation import is_binary, pass_metrics, sample_metrics
 from arealite.rollout.prompts import Row
 from arealite.trainer.step_line import compact
@@ -94,7 +94,7 @@ class Evaluation:
         return {f"{name}/{key}": value for key, value in metrics.items()}
 
     @contextmanager
-    def _keeping(self, name: str) -> Iterator[Callable[[Episode], None]]:
+    def _keeping(self, name: str) -> Iterator[Keep]:
         """Yield what stores an episode: with those of the last seconds, as a file of its own would cost too much."""
         waiting: list[Episode] = []
         written_s = -math.inf
@@ -130,8 +130,8 @@ class Evaluation:
         measured: dict[str, list[tuple[float, dict[str, float]]]] = {}
         versions: set[int] = set()
         for group in _groups(path, size):
-            samples = [(rows[0]["reward"], _numbers(rows)) for rows in _samples(group).values()]
-            measured[group[0]["prompt_id"]] = samples
+            of_group = [(rows[0]["reward"], _numbers(rows)) for rows in _samples(group).values()]
+            measured[group[0]["prompt_id"]] = of_group
             for line in group:
                 versions |= {version for version, mask in zip(line["versions"], line["loss_mask"]) if mask}
         if not measured:
@@ -144,14 +144,11 @@ class Evaluation:
                 f"an evaluation must use one version of the weights: got {sorted(versions)} in {path}. Use servers "
                 "that nobody trains, and another trial_name."
             )
-        rewards_R: list[float] = []
-        columns: dict[str, list[float]] = defaultdict(list)
-        for _, samples in sorted(measured.items()):  # sums do not depend on who was answered first
-            for reward, numbers in samples:
-                rewards_R.append(reward)
-                for key, value in numbers.items():
-                    columns[key].append(value)
-        tensors = {key: torch.tensor(values, dtype=torch.float64) for key, values in columns.items()}
+        # Sums do not depend on who was answered first.
+        samples = [sample for _, of_group in sorted(measured.items()) for sample in of_group]
+        rewards_R = [reward for reward, _ in samples]
+        keys = samples[0][1].keys()
+        tensors = {key: torch.tensor([numbers[key] for _, numbers in samples], dtype=torch.float64) for key in keys}
         num_groups, num_prompts = len(measured), len(self._dataset)
         group_index_R = torch.arange(num_groups).repeat_interleave(size)
         metrics = sample_metrics(torch.tensor(rewards_R).double(), group_index_R, tensors, num_prompts)

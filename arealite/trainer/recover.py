@@ -18,7 +18,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -92,18 +91,17 @@ class Recover:
         self._parts: dict[str, Stateful] = {"dataloader": dataloader, "recover": self._frequency, **(clocks or {})}
         if rollout is not None:
             self._parts["rollout"] = rollout
-        found: list[Path | None] = [self._found]
-        dist.broadcast_object_list(found, src=0)
+        found = distributed.from_rank_0(self._found)
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=WRITE_TIMEOUT_S))
-        if found[0] is None:
+        if found is None:
             return 0
-        step = self._read(found[0])
+        step = self._read(found)
         if distributed.global_rank() == 0:
             for path in _undone(self._folder, step):  # newer than this one, and damaged
                 path.rename(aside(path, "damaged"))
             for path in _undone(self._run.checkpoints, step):
                 checkpoint.remove(path)
-            print(f"resuming after step {step} from {found[0]}", flush=True)
+            print(f"resuming after step {step} from {found}", flush=True)
         return step + 1
 
     def save(self, step: int) -> None:
@@ -155,9 +153,7 @@ class Recover:
         self._lock.enter_context(stop.obeying())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Wait for the write under way, release the folder, and raise a failed write unless the run itself failed.
 
         A run that was asked to stop leaves a checkpoint of its last step.

@@ -14,12 +14,8 @@ import jinja2
 SENTINEL = "zqsentinelqz"
 _ASKED = {"role": "user", "content": "How much is 2 + 2?"}
 _AGAIN = {"role": "user", "content": "And how much is 3 + 3?"}
-_REFUSALS = (
-    jinja2.TemplateError,
-    TypeError,
-    KeyError,
-    AttributeError,
-)  # what templates raise for what they can't write
+# What templates raise for what they can't write.
+_REFUSALS = (jinja2.TemplateError, TypeError, KeyError, AttributeError)
 
 Message = dict[str, Any]
 

@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from arealite.utils import heartbeat
 from arealite.utils.host_watch import say_goodbye, watch_hosts
-from arealite.utils.network import address_toward, interface_of
+from arealite.utils.network import LOOPBACK, address_toward, host_ip, interface_of
 
 T = TypeVar("T")
 
@@ -69,6 +69,19 @@ def global_rank() -> int:
 def is_restarted() -> bool:
     """Tell whether torchrun has started the trainer again (rank 0, which then waits for the others)."""
     return _meet()[3]
+
+
+def num_nodes() -> int:
+    """Return over how many nodes the trainer is spread."""
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    return -(-num_ranks // int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))
+
+
+def meeting_address(toward: str) -> str:
+    """Return the address at which a host, and the other nodes of the trainer, reach this rank."""
+    if toward not in (LOOPBACK, "localhost"):
+        return host_ip(toward)
+    return LOOPBACK if num_nodes() == 1 else address_toward(os.environ["MASTER_ADDR"])
 
 
 def _create_default_group(timeout: timedelta, node_timeout_s: float) -> None:
@@ -165,6 +178,20 @@ def all_reduce_numbers(
     return all_reduce(torch.tensor(list(values), dtype=torch.float64), op, group).tolist()
 
 
+def from_rank_0(value: T, group: dist.ProcessGroup | None = None) -> T:
+    """Return rank 0's value, pickled, on every other rank (collective)."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0, group=group)
+    return value if dist.get_rank() == 0 else box[0]
+
+
+def of_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the values of all ranks, pickled, in their order (collective)."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def agreed(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Run one phase on this rank and return its result; raise on every rank if it failed on any (collective)."""
     try:
@@ -183,9 +210,8 @@ def on_rank_0(action: Callable[[], T], group: dist.ProcessGroup | None = None) -
 
 def raise_on_every_rank(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
     """Raise this rank's error, or RuntimeError with the first failed rank's text. Every rank calls this."""
-    texts: list[str | None] = [None] * dist.get_world_size(group)
     with heartbeat.waiting("the outcome on all ranks", on="ranks"):
-        dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}", group=group)
+        texts = of_all_ranks(None if error is None else f"{type(error).__name__}: {error}", group)
     heartbeat.tick()
     foreign = (RuntimeError(f"rank {rank} failed: {text}") for rank, text in enumerate(texts) if text is not None)
     failure = error or next(foreign, None)

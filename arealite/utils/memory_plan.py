@@ -57,12 +57,7 @@ def model_shape(model: Any) -> ModelShape:
 
 
 def training_state(
-    shape: ModelShape,
-    *,
-    ranks: int,
-    has_optimizer: bool,
-    compute_bytes: int = FLOAT32,
-    moment_bytes: int = FLOAT32,
+    shape: ModelShape, *, ranks: int, has_optimizer: bool, compute_bytes: int = FLOAT32, moment_bytes: int = FLOAT32
 ) -> dict[str, int]:
     """Return what one of `ranks` that share a model holds all the time: its shard of the float32 parameters and
     gradients, of two moments, and of the frozen parameters in the compute dtype."""

@@ -47,11 +47,16 @@ class DaemonThreads(ThreadPoolExecutor):
         self._calls.put(None)  # for the next thread
 
 
-async def in_thread(function: Callable[..., T], *args: Any) -> T:
-    """Call a blocking function in a thread of its own."""
+def start_thread(function: Callable[..., T], *args: Any) -> Future[T]:
+    """Call a blocking function in a thread of its own, and return at once."""
     future: Future[T] = Future()
     threading.Thread(target=_run, args=(future, partial(function, *args)), name="call", daemon=True).start()
-    return await asyncio.wrap_future(future)
+    return future
+
+
+async def in_thread(function: Callable[..., T], *args: Any) -> T:
+    """Call a blocking function in a thread of its own."""
+    return await asyncio.wrap_future(start_thread(function, *args))
 
 
 def _run(future: Future[T], function: Callable[[], T]) -> None:

@@ -1,13 +1,16 @@
-"""Broadcasts weights from the trainer (rank 0, which hosts the store) to servers (ranks 1..), in an agreed order.
+"""Broadcasts weights from ranks of the trainer to servers, in an agreed order.
 
-The store's prefixes match those of torch.distributed's own groups, so SGLang and vLLM servers can be receivers.
+Every sender is rank 0 of a group of its own, and the servers are ranks 1.. of each. All groups of an update meet at one
+port of the trainer's rank 0, one after the other. The store's prefixes match those of torch.distributed's own groups,
+so SGLang and vLLM servers can be receivers.
 Invariant: nothing waits past its deadline. A failed transfer or a dead peer closes the group, which fails the other
 side at once, except for a gloo write in progress. The next group needs a new name or port. NCCL is written to the same
 rules but was not run: it connects at the first transfer, and a peer that dies then may block for longer.
 """
 
+import contextlib
 import time
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal, Protocol, TypeVar
@@ -26,6 +29,11 @@ _FORMED = "formed"  # key that rank 0 sets when every rank is there
 class _Named(Protocol):
     @property
     def name(self) -> str: ...
+
+
+class _Owned(Protocol):
+    @property
+    def owner(self) -> int: ...
 
 
 Spec = TypeVar("Spec", bound=_Named)
@@ -53,24 +61,29 @@ def join_group(
     *,
     backend: Literal["gloo", "nccl"] = "gloo",
     timeout_s: float = 120.0,
+    is_hosted: bool = False,
 ) -> BroadcastGroup:
-    """Join group `name` at `address:port`, where rank 0 listens. Every rank calls this.
+    """Join group `name` at `address:port`, where rank 0 listens, or another process for it (`is_hosted`, see
+    `host_group`). Every rank calls this.
 
-    Rank 0 returns once the store has counted every rank, others once rank 0 has said so: a backend may connect late.
+    The one that listens returns once the store has counted every rank, others once it has said so: a backend may
+    connect late.
     """
     if not 0 <= rank < world_size or world_size < 2:
         raise ValueError(
             f"a broadcast group must have at least 2 ranks, numbered from 0: got rank {rank} of {world_size}. "
             "Count the sender and every receiver."
         )
-    deadline = time.monotonic() + timeout_s
-    # Half of the time to find the store, because its client retries once more after its own timeout.
-    store_timeout = timedelta(seconds=timeout_s if rank == 0 else timeout_s / 2)
-    try:
-        store = TCPStore(address, port, world_size, rank == 0, store_timeout, wait_for_workers=True)
+    deadline, hosts = time.monotonic() + timeout_s, rank == 0 and not is_hosted
+    with _forming(name, address, port, world_size, timeout_s, f"rank {rank} of {world_size}"):
+        if hosts:
+            store = _listen(address, port, world_size, timeout_s)
+        else:  # half of the time to find the store, because its client retries once more after its own timeout
+            half = timedelta(seconds=timeout_s / 2)
+            store = TCPStore(address, port, world_size, False, half, wait_for_workers=rank > 0)
         timeout = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
         store.set_timeout(timeout)
-        group_store = PrefixStore(f"{name}/", PrefixStore(name, store))
+        group_store = _of_group(name, store)
         options: Any  # torch has no complete types for it
         if backend == "nccl":
             device = torch.device("cuda", torch.cuda.current_device())
@@ -86,17 +99,59 @@ def join_group(
             own_address = LOOPBACK if address in _LOOPBACKS else host_ip(address)
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address)]
             transport = dist.ProcessGroupGloo(PrefixStore("cpu/", group_store), rank, world_size, options)
-        if rank == 0:
+        if hosts:
             group_store.set(_FORMED, "")
         else:
             group_store.wait([_FORMED], timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+    return BroadcastGroup(name, rank, world_size, timeout_s, device, transport, store)
+
+
+def host_group(
+    address: str, port: int, world_size: int, name: str, *, num_before: int, timeout_s: float = 120.0
+) -> Store:
+    """Listen at `address:port` for a group whose rank 0 is another process, until all receivers of it have come, after
+    those of `num_before` groups of that size. The group needs the store that this returns."""
+    with _forming(name, address, port, world_size, timeout_s, "the host"):
+        store = _listen(address, port, (num_before + 1) * world_size, timeout_s)
+        _of_group(name, store).set(_FORMED, "")
+    return store
+
+
+def _listen(address: str, port: int, num_ranks: int, timeout_s: float) -> Store:
+    """Return when the store of this port has counted so many ranks, over all groups that meet there."""
+    return TCPStore(
+        address, port, num_ranks, True, timedelta(seconds=timeout_s), wait_for_workers=True, multi_tenant=True
+    )
+
+
+def _of_group(name: str, store: Store) -> Store:
+    return PrefixStore(f"{name}/", PrefixStore(name, store))
+
+
+@contextlib.contextmanager
+def _forming(name: str, address: str, port: int, world_size: int, timeout_s: float, who: str) -> Iterator[None]:
+    try:
+        yield
     except RuntimeError as error:
         raise ConnectionError(
-            f"broadcast group {name!r} must form within {timeout_s:g} s: rank {rank} of {world_size} at "
-            f"{address}:{port} got {_first_line(error)}. "
-            f"Check that all {world_size} ranks joined with the same name, address and port."
+            f"broadcast group {name!r} must form within {timeout_s:g} s: {who} at {address}:{port} got "
+            f"{_first_line(error)}. Check that all {world_size} ranks joined with the same name, address and port."
         ) from error
-    return BroadcastGroup(name, rank, world_size, timeout_s, device, transport, store)
+
+
+def senders_of(buckets: Iterable[Iterable[_Owned]]) -> list[int]:
+    """Return the ranks of the trainer that send, in the order in which their groups form."""
+    return sorted({spec.owner for bucket in buckets for spec in bucket})
+
+
+def group_of(update: str, sender: int) -> str:
+    """Return the name of the group in which a rank of the trainer sends; `update` is the name of all together."""
+    return f"{update}/rank-{sender}" if sender else update
+
+
+def are_of_one_update(*groups: str) -> bool:
+    """Tell whether names are those of groups of one `update`."""
+    return len({name.partition("/")[0] for name in groups}) == 1
 
 
 def buckets_without(buckets: Iterable[Iterable[Spec]], left_out: Container[str]) -> list[list[Spec]]:
@@ -107,13 +162,21 @@ def buckets_without(buckets: Iterable[Iterable[Spec]], left_out: Container[str])
 
 def send_bucket(group: BroadcastGroup, tensors: Iterable[torch.Tensor], *, timeout_s: float | None = None) -> None:
     """Send the tensors of one bucket, in the order of the specs that the receivers were told."""
-    _broadcast(group, [tensor.detach().to(group.device).contiguous() for tensor in tensors], timeout_s)
+    _broadcast([(group, tensor.detach().to(group.device).contiguous()) for tensor in tensors], timeout_s)
 
 
-def receive_bucket(group: BroadcastGroup, specs: Iterable[tuple[str, Sequence[int], str]]) -> dict[str, torch.Tensor]:
-    """Receive one bucket into fresh tensors, by name; `specs` are names, shapes and dtypes, as in a `ParamSpec`."""
-    bucket = {name: torch.empty(shape, dtype=DTYPES[dtype], device=group.device) for name, shape, dtype in specs}
-    _broadcast(group, list(bucket.values()))
+def receive_bucket(groups: Iterable[BroadcastGroup], specs: Iterable[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
+    """Receive one bucket into fresh tensors, by name, from all its senders at once.
+
+    `specs` begin with name, shape and dtype, as a `ParamSpec`; `groups` are those of each tensor's sender. All
+    receivers have the same order.
+    """
+    bucket: dict[str, torch.Tensor] = {}
+    parts = []
+    for group, (name, shape, dtype, *_) in zip(groups, specs, strict=True):
+        bucket[name] = torch.empty(shape, dtype=DTYPES[dtype], device=group.device)
+        parts.append((group, bucket[name]))
+    _broadcast(parts, None)
     return bucket
 
 
@@ -124,24 +187,34 @@ def close_group(group: BroadcastGroup) -> None:
         backend.abort()
 
 
-def _broadcast(group: BroadcastGroup, tensors: list[torch.Tensor], timeout_s: float | None = None) -> None:
-    """Broadcast one after the other (all ranks keep the same order) under one deadline for the whole list."""
-    if group.backend is None:
-        raise ConnectionError(f"broadcast group {group.name!r} must be open: got a closed one. Join a new group.")
+def _broadcast(parts: list[tuple[BroadcastGroup, torch.Tensor]], timeout_s: float | None) -> None:
+    """Broadcast one after the other (all ranks keep the same order) under one deadline for the whole list.
+
+    They are under way together: a group transfers on threads, or on a stream, of its own.
+    """
+    if not parts:
+        return
+    for group, _ in parts:
+        if group.backend is None:
+            raise ConnectionError(f"broadcast group {group.name!r} must be open: got a closed one. Join a new group.")
+    limit_s = parts[0][0].timeout_s if timeout_s is None else timeout_s
     options = dist.BroadcastOptions()
     options.rootRank = 0
-    options.timeout = timedelta(seconds=group.timeout_s if timeout_s is None else timeout_s)
-    deadline = time.monotonic() + options.timeout.total_seconds()
+    options.timeout = timedelta(seconds=limit_s)
+    deadline = time.monotonic() + limit_s
+    works: list[Any] = []
     try:
-        works = [group.backend.broadcast([tensor], options) for tensor in tensors]
-        for work in works:
+        for group, tensor in parts:
+            works.append(group.backend.broadcast([tensor], options))
+        for (group, _), work in zip(parts, works, strict=True):
             if group.device.type == "cuda":
                 _poll(work, deadline)
             work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
     except RuntimeError as error:
-        close_group(group)
+        for one, _ in parts:
+            close_group(one)
         raise ConnectionError(
-            f"broadcast in {group.name!r} must finish within {options.timeout.total_seconds():g} s, all peers alive: "
+            f"broadcast in {group.name!r} must finish within {limit_s:g} s, all peers alive: "
             f"rank {group.rank} of {group.world_size} got {_first_line(error)}. Join a new group."
         ) from error
 

@@ -8,6 +8,7 @@ read; 401 without the token; 421 by another name than this node has for itself. 
 
 import asyncio
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,17 @@ _HEADERS = {
 _UNAUTHORIZED = "each request must show the token: got none, or another. Open the address that `arealite view` printed."
 _OTHER_NAME = "the viewer must be asked for as 127.0.0.1 or localhost: got {}. Open the address that it printed."
 
+_QUESTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "rows": (RunView.rows, ("generation", "start")),
+    "row": (RunView.row, ("generation", "row")),
+    "snippets": (RunView.snippets, ("generation", "rows")),
+    "search": (RunView.search, ("generation", "text", "start", "end")),
+    "prompt": (RunView.prompt, ("prompt",)),
+    "untrained": (RunView.untrained, ()),
+    "evaluations": (lambda view: {"evaluations": view.evaluations()}, ()),
+}
+"""What a run may be asked below `/api/`, and the words of the query that say more."""
+
 
 class Viewer:
     """Serves the runs below a folder."""
@@ -55,13 +67,7 @@ class Viewer:
                 web.get("/files/{name}", self._file),
                 web.get("/api/runs", self._list),
                 web.get("/api/run", self._run),
-                web.get("/api/rows", self._rows),
-                web.get("/api/row", self._row),
-                web.get("/api/snippets", self._snippets),
-                web.get("/api/search", self._search),
-                web.get("/api/prompt", self._prompt),
-                web.get("/api/untrained", self._untrained),
-                web.get("/api/evaluations", self._evaluations),
+                web.get("/api/{question}", self._answer),
                 web.post("/api/export", self._export),
             ]
         )
@@ -106,34 +112,17 @@ class Viewer:
         tag, found = await asyncio.to_thread(self._view(request).describe, known)
         return web.Response(status=304) if found is None else _json(found, headers={"ETag": f'"{tag}"'})
 
-    async def _rows(self, request: web.Request) -> web.Response:
-        return _json(await asyncio.to_thread(self._view(request).rows, *_numbers(request, "generation", "start")))
-
-    async def _row(self, request: web.Request) -> web.Response:
-        return _json(await asyncio.to_thread(self._view(request).row, *_numbers(request, "generation", "row")))
-
-    async def _snippets(self, request: web.Request) -> web.Response:
-        (generation,) = _numbers(request, "generation")
-        numbers = [_number("rows", number) for number in _word(request, "rows").split(",")]
-        return _json(await asyncio.to_thread(self._view(request).snippets, generation, numbers))
-
-    async def _search(self, request: web.Request) -> web.Response:
-        generation, start, end = _numbers(request, "generation", "start", "end")
-        text = _word(request, "text")
-        return _json(await asyncio.to_thread(self._view(request).search, generation, text, start, end))
-
-    async def _prompt(self, request: web.Request) -> web.Response:
-        return _json(await asyncio.to_thread(self._view(request).prompt, _word(request, "prompt")))
-
-    async def _untrained(self, request: web.Request) -> web.Response:
-        return _json(await asyncio.to_thread(self._view(request).untrained))
-
-    async def _evaluations(self, request: web.Request) -> web.Response:
-        return _json({"evaluations": await asyncio.to_thread(self._view(request).evaluations)})
+    async def _answer(self, request: web.Request) -> web.Response:
+        """Answer one of `_QUESTIONS` about a run."""
+        if (question := _QUESTIONS.get(request.match_info["question"])) is None:
+            raise web.HTTPNotFound
+        ask, names = question
+        view = self._view(request)
+        return _json(await asyncio.to_thread(ask, view, *(_argument(request, name) for name in names)))
 
     async def _export(self, request: web.Request) -> web.Response:
         """Answer with a page about the rows in the body, which needs no server."""
-        (generation,) = _numbers(request, "generation")
+        generation = _number("generation", _word(request, "generation"))
         numbers = [_number("rows", word) for word in (await request.read()).decode(errors="replace").split(",")]
         if len(numbers) > MAX_EXPORTED:
             raise ConfigError(f"an export must hold at most {MAX_EXPORTED} rows: got {len(numbers)}. Filter more.")
@@ -144,8 +133,12 @@ class Viewer:
         return self._runs.view(_word(request, "run"))
 
 
-def _numbers(request: web.Request, *names: str) -> list[int]:
-    return [_number(name, _word(request, name)) for name in names]
+def _argument(request: web.Request, name: str) -> str | int | list[int]:
+    """Return a word of the query as what it stands for: a text, several numbers or one."""
+    word = _word(request, name)
+    if name in ("text", "prompt"):
+        return word
+    return [_number(name, number) for number in word.split(",")] if name == "rows" else _number(name, word)
 
 
 def _number(name: str, word: str) -> int:

@@ -22,11 +22,11 @@ from typing import Any
 
 import psutil
 
+from arealite.api.source_lines import SourceLine, users_line
 from arealite.utils.files import free_space
 from arealite.utils.heartbeat import STACKS_SIGNAL
 from arealite.utils.processes import catches, descendants, identity, machine, send_signal
 from arealite.utils.secret import authorization
-from arealite.utils.source_lines import SourceLine, users_line
 
 _STACKS_S = 2.0
 _SERVER_S = 3.0

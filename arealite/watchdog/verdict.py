@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from arealite.utils.source_lines import users_line
+from arealite.api.source_lines import users_line
 from arealite.watchdog.evidence import Evidence, Process, stacks_of
 
 _SILENT_S = 5.0  # a process that publishes twice a second and has not for so long, or half the stall, is not able to

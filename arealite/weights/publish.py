@@ -6,7 +6,7 @@ the new weights and sampled from them, in the order servers, rollout, actor; any
 """
 
 import functools
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 import torch.distributed as dist
 
@@ -14,6 +14,7 @@ from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.api.run_folder import RunFolder
 from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.inference.backends import KINDS
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.utils import heartbeat
 from arealite.utils.distributed import agreed, is_agreed, on_rank_0
@@ -26,11 +27,11 @@ _WIND_UP_S = 60.0  # in which the receiving half finds out which servers failed,
 def publish_weights(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int) -> None:
     """Give every server the actor's weights as `version` (collective).
 
-    How they travel is `rollout.weight_update`: by broadcast, or through a checkpoint in the run folder; how that is
-    verified is `rollout.weight_check`. Servers that fail back off, and it is done again without them. Raises
-    WeightUpdateError if wrong weights arrived (`on_mismatch=stop`), if every server refuses them, or if no server is
-    left or none can be updated for `rollout.setup_timeout` seconds; one try ends within thrice
-    `rollout.weight_update_timeout` and a minute.
+    How they travel is `rollout.weight_update`: by broadcast from `rollout.weight_update_senders` ranks, or through a
+    checkpoint in the run folder; how that is verified is `rollout.weight_check`. Servers that fail back off, and it is
+    done again without them. Raises WeightUpdateError if wrong weights arrived (`on_mismatch=stop`), if every server
+    refuses them, or if no server is left or none can be updated for `rollout.setup_timeout` seconds; one try ends
+    within thrice `rollout.weight_update_timeout` and a minute.
     """
     rollout.record_update(actor)
     if rollout.config.replay_from:
@@ -59,11 +60,13 @@ def _catch_up(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int,
 def _update(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int, *, only_joining: bool = False) -> bool:
     """Update the servers once (collective); return False if servers failed, without which it may be done again."""
     config, is_disk = rollout.config, rollout.config.weight_update == "disk"
+    default_senders = None if KINDS[config.backend].backend.receives_at_once else 1
+    num_senders = config.weight_update_senders or default_senders
     meta = WeightUpdateMeta(
         "disk" if is_disk else "nccl",
         version=version,
         path=str(RunFolder(config).weight_update) if is_disk or config.fileroot else None,
-        nccl_param_specs=[] if is_disk else actor.get_param_specs(),
+        nccl_param_specs=[] if is_disk else actor.get_param_specs(num_senders=num_senders),
         sender_group=actor.transfer_group,
         timeout_s=config.weight_update_timeout,
         holds_requests=True,  # until servers are verified; they are idle until then and answer at once
@@ -79,6 +82,7 @@ def _update(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int, *
                 actor.upload_weights(meta)  # 2 send, while the servers receive
         except Exception as error:
             if not is_agreed(error):
+                _note_servers(error, receiving)
                 raise
             failure = error  # the servers' error names the one that failed
         agreed(lambda: _finish(meta, receiving, failure))
@@ -91,6 +95,13 @@ def _update(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int, *
         on_rank_0(lambda: rollout.run(rollout.receiver.require_servers(failure)))
         return False
     return True
+
+
+def _note_servers(error: Exception, receiving: Future[None] | None) -> None:
+    """Add what the servers say to an error of this rank alone: they know of which sender they have lost the rest."""
+    if receiving is not None:
+        wait([receiving], timeout=_WIND_UP_S)
+        error.add_note(f"The servers: {receiving.exception() if receiving.done() else 'no word from them'}")
 
 
 def _finish(meta: WeightUpdateMeta, receiving: Future[None] | None, failure: Exception | None) -> None:

@@ -10,6 +10,7 @@ sampled token is trained on in exactly one row, and is context in the others.
 import asyncio
 import itertools
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,54 +32,61 @@ async def sample_group(run: Callable[[int], Coroutine[Any, Any, TensorDict]], nu
             sample.cancel()
 
 
+@dataclass
+class SampledTurn:
+    """A completion in one row."""
+
+    response: ModelResponse
+    reward: float | None = None
+    """What it earned by itself."""
+    is_trained: bool = True
+    """Whether it is more than context, as what was given."""
+
+    @property
+    def ids(self) -> list[int]:
+        return self.response.input_tokens + self.response.output_tokens
+
+
 def trajectory_from_response(response: ModelResponse, reward: float) -> TensorDict:
     """Return one completion as a trajectory with a single row: tensors `[1, S]`, rewards and no_eos `[1]`."""
-    return trajectory_from_turns([response], reward)
+    return trajectory_from_turns([SampledTurn(response)], reward)
 
 
-def trajectory_from_turns(
-    turns: Sequence[ModelResponse],
-    reward: float,
-    *,
-    turn_rewards: Sequence[float | None] | None = None,
-    trained: Sequence[bool] | None = None,
-) -> TensorDict:
+def trajectory_from_turns(turns: Sequence[SampledTurn], reward: float, *, has_turn_rewards: bool = False) -> TensorDict:
     """Return a conversation as a trajectory with a single row, in which only what was sampled is trained on.
 
-    Turns that are not `trained` are context, as what was given. `turn_rewards [1, S]` holds what each turn earned, on
-    its last token, also of context. Raises TrajectoryError if a turn does not begin with the tokens before it, or has a
-    reward and no token.
+    `turn_rewards [1, S]` holds what each turn earned, on its last token, also of context. Raises TrajectoryError if a
+    turn does not begin with the tokens before it, or has a reward and no token.
     """
-    is_trained = [True] * len(turns) if trained is None else list(trained)
-    earned = [None] * len(turns) if turn_rewards is None else list(turn_rewards)
     ids: list[int] = []
     loss_mask: list[int] = []
     logprobs: list[float] = []
     versions: list[int] = []
     kept: list[list[int]] = []
     rewards: list[float] = []
-    for number, (turn, trains, gain) in enumerate(zip(turns, is_trained, earned, strict=True), start=1):
-        if turn.input_tokens[: len(ids)] != ids:
+    for number, turn in enumerate(turns, start=1):
+        response, trains = turn.response, turn.is_trained
+        if response.input_tokens[: len(ids)] != ids:
             raise TrajectoryError(
                 "the prompt of a turn must begin with the tokens of the turns before it: got others in turn "
                 f"{number}. Make it with arealite.utils.chat_template.next_prompt."
             )
-        if gain is not None and turn.output_len == 0:
+        if turn.reward is not None and response.output_len == 0:
             raise TrajectoryError(
                 f"a turn with a reward must have sampled a token: got none in turn {number}. Add the reward to the "
                 "turn before it."
             )
-        num_given, num_sampled = turn.input_len - len(ids), turn.output_len if trains else 0
-        num_given += turn.output_len - num_sampled
-        ids = turn.input_tokens + turn.output_tokens
+        num_sampled = response.output_len if trains else 0
+        num_given = len(turn.ids) - len(ids) - num_sampled
+        ids = turn.ids
         loss_mask += [0] * num_given + [1] * num_sampled
-        logprobs += [0.0] * num_given + (turn.output_logprobs if trains else [])
-        versions += [-1] * num_given + (turn.output_versions if trains else [])
-        kept += [[]] * num_given + ((turn.output_kept or [[]] * num_sampled) if trains else [])
+        logprobs += [0.0] * num_given + (response.output_logprobs if trains else [])
+        versions += [-1] * num_given + (response.output_versions if trains else [])
+        kept += [[]] * num_given + ((response.output_kept or [[]] * num_sampled) if trains else [])
         rewards += [0.0] * (len(ids) - len(rewards))
-        if gain is not None:
-            rewards[-1] = gain
-    last = next((turn for turn, trains in zip(reversed(turns), reversed(is_trained)) if trains), turns[-1])
+        if turn.reward is not None:
+            rewards[-1] = turn.reward
+    trained = [turn.response for turn in turns if turn.is_trained]
     trajectory = {
         "input_ids": _tensor([ids], np.int64),
         "attention_mask": _tensor([[True] * len(ids)], np.bool_),
@@ -86,11 +94,11 @@ def trajectory_from_turns(
         "logprobs": _tensor([logprobs], np.float32),
         "versions": _tensor([versions], np.int64),
         "rewards": _tensor([reward], np.float32),
-        "no_eos": _tensor([last.stop_reason == "length"], np.bool_),
+        "no_eos": _tensor([(trained or [response])[-1].stop_reason == "length"], np.bool_),
     }
-    if turn_rewards is not None:
+    if has_turn_rewards:
         trajectory["turn_rewards"] = _tensor([rewards], np.float32)
-    if all(turn.output_kept is not None for turn, trains in zip(turns, is_trained) if trains):
+    if all(response.output_kept is not None for response in trained):
         trajectory["kept_counts"] = _tensor([list(map(len, kept))], np.int32)
         trajectory["kept_ids"] = _tensor([list(itertools.chain(*kept))], np.int32)
     return TensorDict(trajectory, batch_size=[1])
@@ -110,8 +118,8 @@ class TrajectoryBuilder:
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self._ids = list(prompt_ids)
-        self._turns: list[_Turn] = []  # of the row that grows
-        self._rows: list[list[_Turn]] = []  # rows that have ended
+        self._turns: list[SampledTurn] = []  # of the row that grows
+        self._rows: list[list[SampledTurn]] = []  # rows that have ended
 
     @property
     def ids(self) -> list[int]:
@@ -130,7 +138,7 @@ class TrajectoryBuilder:
                 f"tokens, the same up to token {_num_common(response.input_tokens, self._ids)}. Generate with "
                 "ModelRequest(builder.ids, ...), or begin another row with builder.branch(ids)."
             )
-        self._turns.append(_Turn(response, reward))
+        self._turns.append(SampledTurn(response, reward))
         self._ids = response.input_tokens + response.output_tokens
 
     def earn(self, reward: float) -> None:
@@ -146,7 +154,7 @@ class TrajectoryBuilder:
         their own: turns that `ids` begins with keep what they earned."""
         self._rows.append(self._turns)
         self._ids = self.ids if ids is None else list(ids)
-        turns = [_Turn(turn.response, turn.reward, is_trained=False) for turn in self._turns]
+        turns = [replace(turn, is_trained=False) for turn in self._turns]
         self._turns = [turn for turn in turns if self._ids[: len(turn.ids)] == turn.ids]
 
     def finish(self, reward: float | None = None, *, sample_index: int = 0) -> TensorDict:
@@ -169,28 +177,11 @@ class TrajectoryBuilder:
         return run
 
 
-class _Turn:
-    """A completion in one row."""
-
-    def __init__(self, response: ModelResponse, reward: float | None, *, is_trained: bool = True) -> None:
-        self.response, self.reward, self.is_trained = response, reward, is_trained
-
-    @property
-    def ids(self) -> list[int]:
-        return self.response.input_tokens + self.response.output_tokens
-
-
-def _row(turns: Sequence[_Turn], reward: float, *, has_turn_rewards: bool) -> TensorDict:
-    earned = [turn.reward for turn in turns]
-    rest = reward - sum(one for one in earned if one is not None)
+def _row(turns: Sequence[SampledTurn], reward: float, *, has_turn_rewards: bool) -> TensorDict:
+    rest, last = reward - sum(turn.reward or 0.0 for turn in turns), turns[-1]
     if has_turn_rewards and rest:
-        earned[-1] = (earned[-1] or 0.0) + rest
-    return trajectory_from_turns(
-        [turn.response for turn in turns],
-        reward,
-        turn_rewards=earned if has_turn_rewards else None,
-        trained=[turn.is_trained for turn in turns],
-    )
+        turns = [*turns[:-1], replace(last, reward=(last.reward or 0.0) + rest)]
+    return trajectory_from_turns(turns, reward, has_turn_rewards=has_turn_rewards)
 
 
 def _num_common(some: Sequence[int], others: Sequence[int]) -> int:

@@ -74,7 +74,7 @@ def _section(name: str, declared: Declared) -> str:
 def _type_and_default(name: str, experiment: str, key: ConfigKey) -> str:
     """Return the type in words, and what the key is unless it is given."""
     cls: type[BaseExperimentConfig] = getattr(cli_args, experiment)
-    if source := cls.DEFAULTS_FROM.get(name):
+    if source := cls.sources().get(name):
         default = f"follows [`{source}`]({_link(source)})"
     elif key.default == MISSING:
         default = "must be given"

@@ -21,6 +21,7 @@ _IN_SEARCH = "---\nsearch:\n  {}\n---\n"
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Put the generated pages into the navigation, and pages that it does not name at the end of the guides."""
+    config.site_url = outside.site_url()
     generated: list[Any] = [
         {"Configuration": [*config_pages.pages()]},
         {"Commands": command_pages.PATH},

@@ -2,6 +2,7 @@
 
 import posixpath
 import re
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,13 @@ PAGES = {"README.md": "readme.md", "CONTRIBUTING.md": "contributing.md", "CHANGE
 """Pages of the repository's root, and where the site has them."""
 _LINK = re.compile(r"(\]\()([^)#\s:]+)(#[^)\s]*)?\)")
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sh": "sh"}
+
+
+def site_url() -> str | None:
+    """Return where the site is published, as the package's metadata have it; None if it is not."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    urls: dict[str, str] = project.get("urls", {})
+    return urls.get("Documentation")
 
 
 def with_inner_links(text: str, origin: str, place: str) -> str:

@@ -26,6 +26,7 @@ from arealite.viewer.report import write_report
 EXAMPLES = Path(__file__).parents[1] / "arealite"
 SFT_STEPS = 1000
 """Enough for the written steps to be right, on three seeds of three."""
+UNCHECKED = "launcher.preflight=false"  # model and data are our own
 
 
 def quickstart(overrides: Sequence[str]) -> int:
@@ -54,7 +55,7 @@ def quickstart(overrides: Sequence[str]) -> int:
             *(f"experiment_name={config.experiment_name}", f"trial_name={sft_trial}"),
             *(f"cluster.fileroot={config.cluster.fileroot}", f"seed={config.seed}"),
             *(f"model.path={model}", f"train_dataset.path={config.train_dataset.path}"),
-            f"total_train_steps={sft_steps}",
+            *(f"total_train_steps={sft_steps}", "evaluator.freq_steps=250", UNCHECKED),
         ],
     )
     if status != 0:
@@ -88,7 +89,7 @@ def _split(overrides: Sequence[str]) -> tuple[int, list[str]]:
     sft_steps = SFT_STEPS
     argv = ["--config", str(EXAMPLES / "configs" / "gsm8k_grpo_cpu.yaml"), "experiment_name=quickstart"]
     argv += [f"trial_name={time.strftime('%Y%m%d-%H%M%S')}", f"train_dataset.path={word_problems.PATH}"]
-    argv += ["launcher.preflight=false"]  # model and data are our own
+    argv += ["evaluator.freq_steps=10", UNCHECKED]
     for override in overrides:
         key, _, value = override.partition("=")
         if key == "sft_steps":

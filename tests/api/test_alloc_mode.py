@@ -40,6 +40,15 @@ def test_one_device_for_both(text: str) -> None:
     assert AllocationMode.from_str("lite.d1+d1").num_devices == 2
 
 
+@pytest.mark.parametrize("text", ["sglang.d2t2|d4", "d4|sglang.d2t2"])
+def test_the_same_devices_for_both(text: str) -> None:
+    mode = AllocationMode.from_str(text)
+    assert mode.takes_turns and not mode.is_colocated and str(mode) == "sglang.d2p1t2|d4p1t1"
+    assert (mode.gen_dp_size, mode.train_world_size, mode.num_devices) == (2, 4, 4)
+    assert not AllocationMode.from_str("lite.d1|d1").takes_turns
+    assert not AllocationMode.from_str("sglang.d1+d1").takes_turns
+
+
 @pytest.mark.parametrize(
     ("text", "type_", "gen_world_size", "train_world_size"),
     [
@@ -84,8 +93,8 @@ def test_one_sided_strings(text: str, type_: AllocationType, gen_world_size: int
         ("+", 0, "no sizes"),
         ("eval", 0, "eval without servers"),
         ("sglang.d4+d4+d4", 12, "second '+'"),
-        ("sglang.d1|d1", 9, "sglang on the trainer's devices"),
-        ("d1|vllm.d1", 2, "vllm on the trainer's devices"),
+        ("sglang.d2|d1", 9, "other devices"),
+        ("d1|vllm.d1t2", 2, "other devices"),
         ("lite.d2|d2", 7, "more than one device"),
         ("lite.d1|t2", 7, "more than one device"),
         ("d1|d1", 2, "'|' without a server and a trainer"),
@@ -118,7 +127,8 @@ def test_rendered_modes_parse_back(
     has_trainers = type_ in (AllocationType.TRAIN_ONLY, AllocationType.DECOUPLED_TRAIN)
     absent = ParallelSizes(data=0)
     if type_ is AllocationType.COLOCATED:
-        backend, gen, train, has_trainers = "lite", ParallelSizes(), ParallelSizes(), True
+        gen, has_trainers = (ParallelSizes() if backend == "lite" else gen), True
+        train = ParallelSizes(gen.tensor, gen.data, gen.pipeline)
     mode = AllocationMode(
         type_, backend if has_servers else None, gen if has_servers else absent, train if has_trainers else absent
     )

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -422,13 +423,6 @@ def test_a_misspelt_mode_of_a_logger_is_refused(tmp_path: Path) -> None:
     assert load(tmp_path, MINIMAL, "stats_logger.wandb.mode=offline").stats_logger.wandb["mode"] == "offline"
 
 
-def test_embeddings_are_no_longer_untied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    load(tmp_path, MINIMAL, "rollout.untie_embeddings=false")
-    assert [record.getMessage().split(" ")[0] for record in caplog.records] == ["rollout.untie_embeddings"]
-    told = refusal(tmp_path, MINIMAL, "rollout.untie_embeddings=true")
-    assert "rollout.untie_embeddings must be False: got True. Remove it: vLLM on a CPU refuses models with tied" in told
-
-
 def test_truncation_has_a_finite_top_k_and_servers_that_return_what_they_kept(tmp_path: Path) -> None:
     def sampling(*overrides: str) -> tuple[int, int]:
         config = load(tmp_path, MINIMAL, *overrides)
@@ -569,6 +563,17 @@ def test_pairs_given_together(tmp_path: Path) -> None:
     )
     greedy = refusal(tmp_path, MINIMAL, "gconfig.greedy=true", "gconfig.n_samples=2")
     assert "gconfig.greedy must be false if gconfig.n_samples > 1" in greedy
+    many = refusal(tmp_path, MINIMAL, "allocation_mode=sglang.d4+d2", "rollout.weight_update_senders=3")
+    assert "rollout.weight_update_senders must be at most the trainer's ranks: got 3 of 2. Lower it." in many
+    none = refusal(tmp_path, MINIMAL, "rollout.weight_update=disk", "rollout.weight_update_senders=1")
+    assert "rollout.weight_update_senders must be left out with rollout.weight_update=disk: got 1." in none
+
+
+def test_only_an_allocation_lets_servers_sleep(tmp_path: Path) -> None:
+    beside = refusal(tmp_path, MINIMAL, "allocation_mode=sglang.d1+d1", "rollout.servers_sleep=true")
+    rule = "rollout.servers_sleep must be left to allocation_mode: got true with"
+    assert f"{rule} sglang.d1p1t1+d1p1t1. Write e.g. sglang.d1|d1 there." in beside
+    assert f"{rule} None." in refusal(tmp_path, MINIMAL, "rollout.servers_sleep=true")
     twice = refusal(tmp_path, MINIMAL, "actor.lr=1", "actor.optimizer.lr=1")
     assert "actor.optimizer.lr must be given once: got it as actor.lr too." in twice
     followed = refusal(tmp_path, MINIMAL, "actor.optimizer=${ref.optimizer}", "actor.lr=3e-5")
@@ -628,6 +633,21 @@ def test_own_config_classes(tmp_path: Path) -> None:
     assert config.seed == 3
 
 
+@dataclasses.dataclass
+class BlocksConfig(SFTConfig):
+    """A user's own config, with a policy for which it has no `gconfig`."""
+
+    policy: PPOActorConfig = dataclasses.field(default_factory=PPOActorConfig)
+    """Another model."""
+
+
+def test_blocks_of_own_classes_follow_their_run(tmp_path: Path) -> None:
+    sft = "experiment_name: e\ntrial_name: t\nmodel: {path: m}\ntrain_dataset: {path: d}\n"
+    policy = load(tmp_path, sft, "policy.path=p", "seed=7", "launcher.node_timeout=9", cls=BlocksConfig).policy
+    assert (policy.experiment_name, policy.seed, policy.node_timeout, policy.group_size) == ("e", 7, 9.0, 1)
+    assert load(tmp_path, sft, "policy={path: p, seed: 3}", "seed=7", cls=BlocksConfig).policy.seed == 3
+
+
 def test_every_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     for cls in (GRPOConfig, SFTConfig, DPOConfig, RWConfig, CustomConfig):
         assert [key.name for key in config_keys(cls) if not key.doc] == []
@@ -638,6 +658,28 @@ def test_every_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
         load_expr_config(["--help"], GRPOConfig)
     assert stopped.value.code == 0
     assert "actor.path (text; must be given)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        ("actor.lora.r", ["actor.lora.rank"]),
+        ("actor.lora.r no.such actor.lora.a", ["actor.lora.rank", "actor.lora.alpha"]),
+        ("--config c.yaml", None),
+        ("nothing.at.all", []),
+    ],
+)
+def test_help_shows_the_keys_with_a_word(
+    words: str, keys: list[str] | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        load_expr_config(["--help", *words.split()], GRPOConfig)
+    usage, _, *lines = capsys.readouterr().out.splitlines()
+    shown = [line.partition(" (")[0] for line in lines if " (" in line and not line.startswith(" ")]
+    assert shown == ([key.name for key in config_keys(GRPOConfig) if key.block is None] if keys is None else keys)
+    assert usage.startswith(f"usage: {Path(sys.argv[0]).name} --config FILE") and (
+        shown or "no key has 'nothing.at.all' in its name" in lines[0]
+    )
 
 
 def test_shipped_configs_load() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -11,15 +10,16 @@ from arealite.api import errors, pages
 from arealite.api.config.experiment import SFTConfig
 from arealite.api.config.loader import load_expr_config
 from arealite.cli.check.findings import PAGES
+from arealite.utils import doc_pages
 from arealite.utils.files import FileError, reading
 
 PACKAGE = Path(pages.__file__).parents[1]
 DOCS = PACKAGE.parent / "docs"
 QUOTES = [
     (quote[2], heading)
-    for section in "\n".join(pages._lines(pages.TROUBLESHOOTING)).split("\n#")
+    for section in "\n".join(doc_pages._lines(doc_pages.TROUBLESHOOTING)).split("\n#")
     for heading, *lines in [section.split("\n")]
-    for quote in map(pages._QUOTE.fullmatch, lines)
+    for quote in map(doc_pages._QUOTE.fullmatch, lines)
     if quote
 ]
 
@@ -36,24 +36,24 @@ def test_every_class_and_every_room_has_a_page_that_exists() -> None:
     for one in classes - {errors.AReaLiteError, errors.ConfigError}:
         assert any(kind in pages.CLASSES for kind in one.__mro__), one
     for folder in {init.parent for init in PACKAGE.glob("*/__init__.py")} - {PACKAGE / "utils"}:
-        assert pages.page_of_file(str(folder / "some.py")), folder
-    for place in pages.PLACES:
+        assert doc_pages.page_of_file(str(folder / "some.py")), folder
+    for place in doc_pages.PLACES:
         assert [*PACKAGE.glob(f"{place}*")], place
-    for page in {*pages.CLASSES.values(), *pages.PLACES.values(), *PAGES.values(), pages.TROUBLESHOOTING}:
-        (line,) = pages.more(page)
+    for page in {*pages.CLASSES.values(), *doc_pages.PLACES.values(), *PAGES.values(), doc_pages.TROUBLESHOOTING}:
+        (line,) = doc_pages.more(page)
         path, number = line.removeprefix("  more: ").partition(" (")[0].rsplit(":", 1)
         heading = Path(path).read_text().splitlines()[int(number) - 1]
         assert Path(path).parent == DOCS and line.endswith(f" ({heading.lstrip('# ')})")
 
 
 def test_a_message_leads_to_the_symptom_that_quotes_it() -> None:
-    assert len(QUOTES) == sum(line.startswith("> ") for line in pages._lines(pages.TROUBLESHOOTING)) > 30
+    assert len(QUOTES) == sum(line.startswith("> ") for line in doc_pages._lines(doc_pages.TROUBLESHOOTING)) > 30
     for quote, heading in QUOTES:
-        page = pages.page_of_message(f"{quote.replace('…', 'x')} and more")
+        page = doc_pages.page_of_message(f"{quote.replace('…', 'x')} and more")
         if quote == "… must be …: got …":
             assert page == "", "what anything may say tells nothing"
         else:
-            assert pages.more(page)[0].endswith(f" ({heading.lstrip('# ')})"), quote
+            assert doc_pages.more(page)[0].endswith(f" ({heading.lstrip('# ')})"), quote
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_others_lead_to_the_page_of_their_class_or_of_the_file_that_raised_them(
 ) -> None:
     is_ours = "/" in file and not file.startswith("/")
     error = raised(PACKAGE / file if is_ours else Path(file), body)
-    assert pages.page_of(error) == (page or pages.PLACES["rollout"])
+    assert pages.page_of(error) == (page or doc_pages.PLACES["rollout"])
 
 
 def test_what_a_leaf_raises_belongs_to_its_caller(tmp_path: Path) -> None:
@@ -87,29 +87,3 @@ def test_what_a_leaf_raises_belongs_to_its_caller(tmp_path: Path) -> None:
     with pytest.raises(errors.ConfigError) as again:
         raise errors.ConfigError("it must be: got it") from refused.value
     assert pages.page_of(again.value) == "troubleshooting.md#a-value-is-refused"
-
-
-def test_long_messages_cost_nothing() -> None:
-    began = time.process_time()
-    for text in (
-        " must be : got " * 10**5,
-        "allocation_mode must fit the" * 10**5,
-        "… must be\n" * 10**5,
-        "\x00" * 10**7,
-    ):
-        pages.page_of_message(text)
-    assert time.process_time() - began < 1.0
-
-
-def test_without_pages_there_is_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "_PACKAGE", tmp_path / "arealite")
-    pages._lines.cache_clear()
-    try:
-        assert pages.more("models.md#lora") == pages.more("") == [] and pages.page_of_message("x must fit the y") == ""
-        (tmp_path / "arealite" / "docs").mkdir(parents=True)
-        (tmp_path / "arealite" / "docs" / "models.md").write_text("# Models\n```\n# no heading\n```\n## LoRA\n")
-        pages._lines.cache_clear()
-        assert pages.more("models.md#lora") == [f"  more: {tmp_path}/arealite/docs/models.md:5 (LoRA)"]
-        assert pages.more("models.md#no-heading") == []
-    finally:
-        pages._lines.cache_clear()

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from arealite.api import pages
+from arealite.utils import doc_pages
 
 REPOSITORY = Path(__file__).parents[2]
 
 
 def more(page: str) -> str:
-    (line,) = pages.more(page)
+    (line,) = doc_pages.more(page)
     return line
 
 

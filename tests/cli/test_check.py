@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from testing_ports import held_port
 from testing_quickstart import CHAT_TEMPLATE, WORD_PROBLEMS, make_tiny_model
@@ -21,8 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.cli.check.findings import Finding, Findings
-from arealite.cli.check.memory import plan_memory
+from arealite.cli.check.memory import _plan, plan_memory
 from arealite.cli.main import main
+from arealite.utils import doc_pages
 from arealite.utils.memory_plan import ModelShape
 
 torch.set_num_threads(1)
@@ -240,7 +242,7 @@ def test_a_teacher_is_part_of_the_plan(check, tiny, tmp_path) -> None:
         entry = ENTRY.replace("GRPOConfig", name)
         status, shown = check(tiny, "actor.algorithm=opd", f"teacher.path={large}", entry=entry)
         num_parameters = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(large).parameters())
-        each, together = (f"{num_parameters * 4 / ranks / 2**30:.3f}" for ranks in (2, 1))
+        each, together = (f"{num_parameters * 4 / ranks / 2**20:.3f}" for ranks in (2, 1))
         assert status == 0 and f"teacher {each} {together}" in shown, shown
 
 
@@ -340,6 +342,19 @@ def test_a_plan_for_gpus_worked_by_hand(tmp_path) -> None:
     assert shared() == pytest.approx(alone + 8 * 2048 * kv_token / 2**30 + 4 + 2, abs=0.02)
     whole = float(plan(1000, "allocation_mode=sglang.d1+d1", "actor.dtype=float32")[0].text.split()[5])
     assert shared("actor.dtype=float32") == pytest.approx(whole + 8 * 2048 * kv_token / 2**30, abs=0.02)
+
+    # A server that sleeps while the trainer computes: each phase must fit, not both together.
+    turns = "allocation_mode=sglang.d4|d4"
+    step, awake, cache = plan(10, turns)
+    assert step.text == f"a trainer rank needs about {needed:.2f} of 10.0 GiB"
+    assert (awake.level, awake.text) == (
+        "warning",
+        "a trainer rank beside its server that is awake needs about 9.00 of 10.0 GiB, most of it its server (5.00)",
+    )
+    assert "sglang.mem_fraction_static" in awake.fix
+    assert f"holds {int((5 * 2**30 - 2**31) / (2 * 24 * 8 * 128 * 2)):,} of" in cache.text
+    awake = plan(10, turns, "actor.fsdp.offload_params=true", "sglang.mem_fraction_static=0.7")[1]
+    assert awake.text.endswith("awake needs about 7.00 of 10.0 GiB")
 
     rank, _ = plan(needed + 3.5, "actor.fsdp.reduce_once=true")
     assert rank.level == "problem" and "most of it whole gradients (4.00)" in rank.text
@@ -473,3 +488,19 @@ def test_the_real_programs(check, tiny, tmp_path, program: str, on_a_cpu: str, m
         assert status == 1 and "must have an output layer of its own" in shown, shown
     status, shown = check(tiny, *there, f"{program}={{tensor_paralel_size: 1}}")
     assert status == 1 and "PROBLEM server" in shown and "tensor" in shown, shown
+
+
+def test_a_finding_between_checks_is_one_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    found = Findings(is_brief=True)
+    found.add("problem", "the sky must be blue: got grey", "Wait.")
+    assert found.summarize()
+    sentence, page = capsys.readouterr().err.splitlines()
+    assert sentence == "problem: run: the sky must be blue: got grey. Wait."
+    assert [page] == doc_pages.more("troubleshooting.md")
+
+
+@pytest.mark.parametrize(("num_bytes", "shown"), [(3 * 2**18, "MiB 0.750 1.500"), (3 * 2**29, "GiB 1.500 3.000")])
+def test_the_plan_of_a_small_model_is_in_mib(num_bytes: int, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Console(width=100).print(_plan([], {"weights": num_bytes}, 2))
+    words = capsys.readouterr().out.split()
+    assert " ".join([words[0], *words[-2:]]) == shown

@@ -74,6 +74,11 @@ class Network:
         """Lose all packets from one host to another; those back still arrive."""
         self._filter(target, "-s", self.address(source), "-j", "DROP")
 
+    def limit(self, host: int, mbit: int) -> None:
+        """Let a host send no more than so many megabits per second."""
+        shape = ["tbf", "rate", f"{mbit}mbit", "burst", "1mb", "latency", "100ms"]
+        _run("tc", "-n", self._name(host), "qdisc", "add", "dev", "eth0", "root", *shape)
+
     def reset(self, source: int, target: int, *, except_port: int) -> None:
         """Answer all TCP packets from one host to another with a reset, but for one port."""
         match = ["-p", "tcp", "!", "--tcp-flags", "RST", "RST", "-s", self.address(source)]  # resets themselves arrive

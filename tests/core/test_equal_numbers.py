@@ -2,19 +2,25 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+import testing_forks
+import torch
 from testing_metrics import undocumented
 from testing_quickstart import WORD_PROBLEMS, write_tiny_model
 from testing_rollouts import stored_rows
 
 from arealite.core.records import read_calls
 from arealite.rollout.account.rollout_file import read_columns, read_update
+from arealite.server import __main__ as server
+from arealite.utils.network import hold_port, port_of
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples" / "arealite"
@@ -48,25 +54,73 @@ def migrated(folder: Path) -> Path:
     return path
 
 
-def launch_command(folder: Path, trial: str, script: Path, config: str, *overrides: str) -> list[str]:
-    """Return what trains a tiny model with a reward that always teaches something."""
+def arguments(folder: Path, trial: str, config: str, *overrides: str) -> list[str]:
+    """Return those of a script that trains a tiny model with a reward that always teaches something."""
     (folder / "score.py").write_text(SCORE)
+    words = ["--config", str(EXAMPLES / "configs" / f"{config}_cpu.yaml"), f"actor.path={folder / 'model'}"]
+    words += [f"cluster.fileroot={folder}", "experiment_name=core", f"trial_name={trial}"]
+    words += ["train_dataset.batch_size=6", "gconfig.n_samples=4", "gconfig.max_new_tokens=8"]
+    words += [f"train_dataset.path={WORD_PROBLEMS}?train=200&test=10", f"reward={folder / 'score.py'}:score"]
+    return [*words, "evaluator.freq_steps=5", "async_training=false", *overrides]
+
+
+def launch_command(folder: Path, trial: str, script: Path, config: str, *overrides: str) -> list[str]:
+    """Return what trains with a server of its own."""
     command = [sys.executable, "-m", "arealite.launcher.local", str(script)]
-    command += ["--config", str(EXAMPLES / "configs" / f"{config}_cpu.yaml"), f"actor.path={folder / 'model'}"]
-    command += [f"cluster.fileroot={folder}", "experiment_name=core", f"trial_name={trial}"]
-    command += ["train_dataset.batch_size=6", "gconfig.n_samples=4", "gconfig.max_new_tokens=16"]
-    command += [f"train_dataset.path={WORD_PROBLEMS}?train=200&test=10", f"reward={folder / 'score.py'}:score"]
-    command += ["evaluator.freq_steps=5", "launcher.preflight=false", "async_training=false", *overrides]
-    return [*command, "lite.deterministic=true", "launcher.trainer_threads=1"]
+    command += ["launcher.preflight=false", "launcher.trainer_threads=1", "lite.deterministic=true"]
+    return [*command, *arguments(folder, trial, config, *overrides)]
 
 
 def train(folder: Path, trial: str, script: Path, config: str, *overrides: str) -> dict[str, Any]:
-    """Train, and return what must not depend on the script."""
+    """Train with the launcher, and return what must not depend on the script."""
     command = launch_command(folder, trial, script, config, *overrides)
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    run = folder / "core" / trial
+    return numbers_of(folder / "core" / trial)
+
+
+def train_in_forks(
+    folder: Path, trial: str, script: Path, config: str, *overrides: str, ranks: int = 1
+) -> dict[str, Any]:
+    """Train by hand, in forks that need not import torch, and return what must not depend on the script."""
+    log = folder / f"{trial}.log"
+    with ExitStack() as stack:
+
+        def start(*program: Any, **environment: str) -> Any:
+            process = testing_forks.start(logged, log, *program, **environment)
+            stack.callback(process.join)
+            stack.callback(process.kill)
+            return process
+
+        port, meeting = (str(port_of(stack.enter_context(hold_port()))) for _ in range(2))
+        served = ["--model-path", str(folder / "model"), "--port", port, "--deterministic", "--weight-version", "0"]
+        start(server.main, served)
+        given = (f"rollout.server_addrs=[127.0.0.1:{port}]", "rollout.backend=lite")
+        words = arguments(folder, trial, config, *given, *overrides)
+        group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": meeting}
+        places = [group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+        processes = [start(run_script, script, words, **place) for place in places]
+        statuses = [testing_forks.status_of(process, 600.0) for process in processes]
+    assert statuses == [0] * ranks, log.read_text()
+    return numbers_of(folder / "core" / trial)
+
+
+def logged(log: Path, program: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a program of a fork, whose output the test can show."""
+    with log.open("ab") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    return program(*arguments)
+
+
+def run_script(script: Path, words: list[str]) -> None:
+    torch.set_num_threads(1)
+    runpy.run_path(str(script))["main"](words)
+
+
+def numbers_of(run: Path) -> dict[str, Any]:
+    """Return what must not depend on the script that has trained."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert not undocumented({key for row in rows for key in row})
     of_clocks = ("time/", "perf/", "core/", "wait/", "bound/", "weights/pause_s", "weights/sent_mib")
@@ -108,13 +162,12 @@ def test_script_migrated_script_and_graph_have_equal_numbers(
 ) -> None:
     """With two ranks the graph's reference has one worker, to whom both parts of a batch come; episodes have two."""
     write_tiny_model(out=tmp_path / "model", corpus=None, seed=1)
-    keys = [f"allocation_mode=lite.d1p1t1+d{num_ranks}p1t1", "actor.kl_ctl=0.01", "ref={}"]
-    keys += [f"total_train_steps={STEPS}"]
-    script = train(tmp_path, "script", EXAMPLES / "gsm8k_grpo.py", "gsm8k_grpo", *keys)
+    keys = [f"allocation_mode=d{num_ranks}p1t1", "actor.kl_ctl=0.01", "ref={}", f"total_train_steps={STEPS}"]
+    script = train_in_forks(tmp_path, "script", EXAMPLES / "gsm8k_grpo.py", "gsm8k_grpo", *keys, ranks=num_ranks)
     assert len({json.loads(line)["fingerprint"] for line in script["weights"].splitlines()}) == STEPS + 1
-    beside = train(tmp_path, "migrated", migrated(tmp_path), "gsm8k_grpo", *keys, "workers={}")
+    beside = train_in_forks(tmp_path, "migrated", migrated(tmp_path), "gsm8k_grpo", *keys, "workers={}")
     assert differences(script, beside) == []
-    graph = train(tmp_path, "graph", TRAINING / "main_grpo.py", "gsm8k_grpo", *keys, apart)
+    graph = train_in_forks(tmp_path, "graph", TRAINING / "main_grpo.py", "gsm8k_grpo", *keys, apart)
     assert differences(script, graph) == []
     assert all('"log_ratio": [' in row for rows in graph["updates"].values() for row in rows)
     calls = read_calls(tmp_path / "core" / "graph" / "calls.jsonl")
@@ -128,25 +181,19 @@ def test_script_migrated_script_and_graph_have_equal_numbers(
         )
 
 
-def test_a_critic_of_its_own_has_the_numbers_of_one_beside_the_policy(tmp_path: Path) -> None:
-    write_tiny_model(out=tmp_path / "model", corpus=None, seed=1)
-    keys = ("total_train_steps=4", "critic_warmup_steps=1")
-    script = train(tmp_path, "script", EXAMPLES / "gsm8k_ppo.py", "gsm8k_ppo", *keys)
-    graph = train(tmp_path, "graph", TRAINING / "main_sync_ppo.py", "gsm8k_ppo", *keys, "workers.critic.ranks=1")
-    assert differences(script, graph) == []
-    page = (tmp_path / "core" / "graph" / "graph.html").read_text()
-    assert all(name in page for name in ("critic_train", "actor_train", "advantages"))
-
-
 def test_a_run_continues_as_a_graph_what_a_script_of_ranks_began_and_the_other_way_round(tmp_path: Path) -> None:
+    """The critic lies beside the policy in the script, and has a worker of its own in the graph."""
     write_tiny_model(out=tmp_path / "model", corpus=None, seed=1)
-    scripts = {"script": EXAMPLES / "gsm8k_ppo.py", "graph": TRAINING / "main_sync_ppo.py"}
-    checkpoints = ("recover.mode=auto", "recover.freq_steps=2", "evaluator.freq_steps=100")
-    whole = train(tmp_path, "whole", scripts["script"], "gsm8k_ppo", "total_train_steps=6", "evaluator.freq_steps=100")
-    for num_steps, kind, workers in ((2, "script", ()), (4, "graph", ("workers.critic.ranks=1",)), (6, "script", ())):
-        keys = (f"total_train_steps={num_steps}", *workers, *checkpoints)
-        parts = train(tmp_path, "parts", scripts[kind], "gsm8k_ppo", *keys)
-    assert parts["weights"] == whole["weights"]
-    assert {name: lines for name, lines in parts["rollouts"].items() if not name.startswith("eval")} == {
-        name: lines for name, lines in whole["rollouts"].items() if not name.startswith("eval")
-    }
+    script, graph = EXAMPLES / "gsm8k_ppo.py", TRAINING / "main_sync_ppo.py"
+    keys = ("allocation_mode=d1p1t1", "critic_warmup_steps=1", "evaluator.freq_steps=100")
+    apart = "workers.critic.ranks=1"
+    whole = train_in_forks(tmp_path, "whole", graph, "gsm8k_ppo", *keys, "total_train_steps=6", apart)
+    page = (tmp_path / "core" / "whole" / "graph.html").read_text()
+    assert all(name in page for name in ("critic_train", "actor_train", "advantages"))
+    keys += ("recover.mode=auto", "recover.freq_steps=2")
+    for num_steps, part, more in ((2, script, ()), (4, graph, (apart,)), (6, script, ())):
+        steps = f"total_train_steps={num_steps}"
+        parts = train_in_forks(tmp_path, "parts", part, "gsm8k_ppo", *keys, steps, *more)
+    for one in (whole, parts):  # each part ends with an evaluation
+        one["rollouts"] = {name: rows for name, rows in one["rollouts"].items() if not name.startswith("eval")}
+    assert len(whole["rollouts"]) == 6 and differences(whole, parts) == []

@@ -31,6 +31,7 @@ FAULTS = (  # what befalls whom, at which version of the policy's weights
     "actor-upload-4-1-killed",
     "actor-transfer-5-0-killed",  # the servers have half of the weights
     "actor-fingerprint-6-1-killed",  # they have all of them
+    "actor-transfer-7-1-killed",  # the other sender
     "actor-save-8-1-killed",
     "actor-update-8-0-fails",
 )
@@ -91,6 +92,7 @@ def test_a_run_that_loses_workers_in_every_call_has_the_numbers_of_a_calm_one(
         faulty(migrated(tmp_path)),
         overrides(f"total_train_steps={STEPS}", "saver.freq_steps=2", "recover.freq_steps=3"),
     )
+    told.append("rollout.weight_update_senders=2")
     calm = train(tmp_path, "calm", script, "gsm8k_grpo", *told)
     for name in FAULTS:
         (faults / name).touch()

@@ -30,7 +30,8 @@ from arealite.core.drawing import CallState
 from arealite.core.group import Reply, WorkerGroup, columns_of
 from arealite.core.records import CallRecord
 from arealite.core.remote_engine import RemoteEngine
-from arealite.core.world import Call, GroupSpec, Redo
+from arealite.core.worker import GroupSpec
+from arealite.core.world import Call, Redo
 from arealite.launcher.place.ray import connect
 from arealite.utils import trace
 from arealite.utils.distributed import is_agreed
@@ -93,7 +94,7 @@ def start(cluster: RayCluster, records: list[CallRecord], incidents: list[str], 
 def spec_of(name: str, logs: Path, **given: Any) -> GroupSpec:
     options = {"num_ranks": 1, "cpus": 0, "gpus": 0, "call_timeout_s": 60.0, "max_restarts": 3} | given
     env = {"PYTHONPATH": PATHS, trace.FOLDER_VARIABLE: str(logs.with_name("trace"))}
-    return GroupSpec(name, strategy="STRICT_PACK", memory=0, num_threads=1, env=env, log_folder=str(logs), **options)
+    return GroupSpec(name, strategy="STRICT_PACK", memory=0, num_threads=1, env=env, log_folder=logs, **options)
 
 
 def value(

@@ -134,7 +134,7 @@ def test_calls_of_groups_that_need_nothing_of_each_other_run_at_once(
     assert metrics["core/overlap"] == pytest.approx(sum(one.seconds for one in calls.values()) / busy)
     assert metrics["core/overlap"] > 1.0
     measured(overlap_of_3_calls=round(metrics["core/overlap"], 3))
-    shown = master.progress(is_finished=False).calls
+    shown = master.progress.calls
     assert {one.call: (one.begin, one.end) for one in shown} == {one.call: span(one) for one in calls.values()}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import threading
@@ -252,7 +253,7 @@ def test_what_a_worker_learns_of_servers_reaches_the_master(connect: Connect) ->
     assert seen == [[server.address]]
     assert set(batch["versions"][batch["loss_mask"].bool()].tolist()) == {1}
 
-    clients._max_restarts = 0
+    clients._spec = dataclasses.replace(clients._spec, max_restarts=0)
     server.holds_at = 0
     kill_a_worker()
     engine.set_version(2)

@@ -154,6 +154,15 @@ def test_links_that_leave_docs_lead_into_the_site() -> None:
     assert outside.linked({"docs/one.md": text}) == {"examples/x.py"}
 
 
+def test_the_address_of_the_site_is_that_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "site_url" not in (REPOSITORY / "mkdocs.yml").read_text()
+    monkeypatch.setattr(outside, "REPOSITORY", tmp_path)
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "a"\n')
+    assert outside.site_url() is None
+    (tmp_path / "pyproject.toml").write_text('[project.urls]\nDocumentation = "https://example.org/"\n')
+    assert outside.site_url() == "https://example.org/"
+
+
 def test_diagrams_become_pictures() -> None:
     page, found = diagrams.drawn("a\n\n```mermaid\ngraph LR\n  a --> b\n```\n\nb\n", 1)
     ((path, mermaid),) = found.items()

@@ -384,7 +384,7 @@ def test_a_broadcast_reaches_a_receiver_twice_over_one_group(make: Make) -> None
         for _ in range(2):
             weights: dict[str, torch.Tensor] = {}
             for bucket in meta.nccl_param_specs:
-                weights |= receive_bucket(group, bucket)
+                weights |= receive_bucket([group] * len(bucket), bucket)
             received.append(weights)
         close_group(group)
 
@@ -412,7 +412,7 @@ def test_a_broadcast_that_nobody_receives_fails_in_time_and_the_next_one_works(m
     def receive() -> None:
         group = join_group("127.0.0.1", meta.nccl_master_port, 1, 2, meta.nccl_group_name, timeout_s=30)
         for bucket in meta.nccl_param_specs:
-            names.extend(receive_bucket(group, bucket))
+            names.extend(receive_bucket([group] * len(bucket), bucket))
         close_group(group)
 
     receiver = threading.Thread(target=receive)

@@ -23,7 +23,7 @@ from arealite.api.cli_args import DPOEngineConfig, FSDPEngineConfig, LoRAConfig,
 from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from arealite.engine.dpo.dpo_engine import FSDPDPOEngine
 from arealite.engine.fsdp_engine import FSDPEngine
-from arealite.engine.hf_model import iter_full_params
+from arealite.engine.hf_model import checkpoint_shapes, iter_full_params
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.ppo.critic import FSDPPPOCritic
 from arealite.engine.sft.lm_engine import sft_loss_fn
@@ -166,6 +166,13 @@ def critic_run(path: str, batch: TensorDict, idle_batch: TensorDict | None = Non
     return found
 
 
+def owned_params(engine: FSDPEngine) -> dict[str, torch.Tensor]:
+    """Return the tensors that are gathered to this rank when every other one has another owner."""
+    owners = [index % 2 for index, _ in enumerate(checkpoint_shapes(engine.model))]
+    gathered = iter_full_params(engine.model, torch.float32, owners=owners)
+    return {name: tensor for name, tensor in gathered if not tensor.is_meta}
+
+
 def main(_: Connection, paths: dict[str, str], out: Path) -> None:
     torch.set_num_threads(1)
     found: dict[str, object] = {}
@@ -175,12 +182,13 @@ def main(_: Connection, paths: dict[str, str], out: Path) -> None:
         rank = dist.get_rank()
         found[name] = sft_steps(engine, [batch[SHARES[share][rank]] for batch in BATCHES])
         if name == "replicated":
+            found["owned"] = owned_params(engine)
             shapes = {one: tuple(parameter.to_local().shape) for one, parameter in engine.model.named_parameters()}
             found["replica"] = {"fingerprint": engine.fingerprint(), "shapes": shapes}
             engine.save(SaveLoadMeta(str(out / name), with_optim=True))
         if name == "lora":
             engine.save(SaveLoadMeta(str(out / name), with_optim=True))
-            found["sent"] = dict(iter_full_params(engine.model, torch.float32))
+            found["sent"] = owned_params(engine)
         engine.destroy()
 
     engine = FSDPEngine(train_config(paths["tied"], **STEADY))

@@ -64,5 +64,6 @@ def test_they_train(tmp_path: Path) -> None:
             [*command, f"trial_name={trial}"], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+        assert "after close()" not in done.stdout + done.stderr, "workflows are closed when their episodes have ended"
         lines = (tmp_path / "runs/gsm8k" / trial / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in lines] == [0, 1]

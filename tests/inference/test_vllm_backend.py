@@ -13,6 +13,7 @@ import pytest
 import testing_client
 import torch
 from testing_client import in_loop
+from testing_senders import Senders
 from testing_server import kept_at, logprob_at, token_at
 from testing_vllm import COMPLETIONS, GENERATE, ScriptedVLLM
 
@@ -71,6 +72,25 @@ def broadcast(engine: RemoteInferenceEngine, *values: float, version: int = 1) -
     received = engine.update_weights(meta)
     send(meta, *values)
     received.result(120)
+
+
+def test_a_broadcast_from_two_senders_and_then_from_one() -> None:
+    server = ScriptedVLLM()
+    specs = [[BUCKETS[0][0], BUCKETS[1][0]._replace(owner=1)]]
+    weights = {"a": torch.full((2, 3), 3.0), "b": torch.full((4,), 4.0)}
+    with connected(server) as engine:
+        meta = WeightUpdateMeta("nccl", nccl_param_specs=specs, timeout_s=60.0, version=1)
+        received = engine.update_weights(meta)
+        senders = Senders(meta)
+        meta.fingerprints = fingerprints(weights)
+        senders.send(meta, weights)
+        received.result(120)
+        assert all(torch.equal(server.weights[name], tensor) for name, tensor in weights.items())
+        (update,) = server.updates
+        assert update["group_name"] == [meta.nccl_group_name, f"{meta.nccl_group_name}/rank-1"]
+        senders.close()
+        broadcast(engine, 5.0, 6.0, version=2)
+        assert server.weights["b"].tolist() == [6.0] * 4 and len(server.joins) == 3
 
 
 @pytest.mark.parametrize("has_generate", [True, False])

@@ -18,6 +18,7 @@ import pytest
 import torch
 from testing_client import in_loop
 from testing_raw import REPLIES, json_reply
+from testing_senders import Senders
 from testing_server import ScriptedServer, logprob_at, serve, token_at
 
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
@@ -112,6 +113,40 @@ def test_broadcast_reaches_every_server_and_uses_the_group_again(stack: contextl
         before, after = ["/continue_generation"], ["/pause_generation", end]
     update = ["/begin_weight_update", *buckets, end, *after, "/continue_generation"]
     assert servers[0].calls == [*before, join, *update, *before, *update]
+
+
+@pytest.mark.parametrize(
+    ("backend", "groups"), [("lite", [["", "/rank-4"], ["/rank-4"]]), ("sglang", ["", "/rank-4", "/rank-4"])]
+)
+def test_two_senders_reach_every_server_at_once_or_one_after_the_other(
+    stack: contextlib.ExitStack, backend: str, groups: list[Any]
+) -> None:
+    servers = ScriptedServer(), ScriptedServer(tp_size=2, info={"tp_size": 2} if backend == "sglang" else {})
+    engine = connect(stack, *servers[: 1 if backend == "lite" else 2], backend=backend)
+    (a, b), (c,) = BUCKETS
+    meta = by_broadcast()
+    meta.nccl_param_specs = [[a, b._replace(owner=4)], [c._replace(owner=4)]]
+    senders: Senders | None = None
+    for version in (1, 2):
+        future = engine.update_weights(meta)
+        senders = senders or Senders(meta)
+        weights = {one.name: torch.full(one.shape, version, dtype=getattr(torch, one.dtype)) for one in (a, b, c)}
+        senders.send(meta, weights)
+        future.result(120)
+        engine.set_version(version)
+        for server in servers[: 1 if backend == "lite" else 2]:
+            check_weights(server, float(version))
+            assert server.version == version and len(server.joins) == 2
+    assert senders is not None
+    senders.close()
+    update, told = meta.nccl_group_name, [one["group_name"] for one in servers[0].updates]
+    assert told == 2 * [[update + name for name in one] if isinstance(one, list) else update + one for one in groups]
+    before_last = [None] * (len(groups) - 1)
+    assert [one["weight_version"] for one in servers[0].updates] == [*before_last, "1", *before_last, "2"]
+    one_sender = by_broadcast()
+    publish(engine, Sender(), one_sender, 3.0)
+    check_weights(servers[0], 3.0)
+    assert len(servers[0].joins) == 3 and servers[0].calls.count("/destroy_weights_update_group") == 2
 
 
 def test_a_change_of_membership_forms_a_new_group(stack: contextlib.ExitStack) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from arealite.utils.doc_pages import more
 from arealite.utils.files import file_lock
 from arealite.utils.processes import descendants, wait_gone
 
@@ -107,6 +108,7 @@ def test_killed_rank_is_told_by_signal_name(launch_script):
     run = launch_script('print("bye"); sys.stdout.flush(); os.kill(os.getpid(), signal.SIGKILL)', *SFT)
     assert run.end() == 137
     assert "trainer-0 failed with exit status 137 (SIGKILL): stopping everything" in run.output
+    assert "launcher | " + more("troubleshooting.md#a-process-is-killed")[0].strip() in run.output
 
 
 def test_a_rank_that_the_kernel_ends_for_its_memory_is_told_so(launch_script, tmp_path):
@@ -122,6 +124,7 @@ def test_a_rank_that_the_kernel_ends_for_its_memory_is_told_so(launch_script, tm
         )
         assert run.end() == 137
         assert "trainer-0 failed with exit status 137 (SIGKILL), because memory ran out (the node's, " in run.output
+        assert more("troubleshooting.md#out-of-memory")[0].strip() in run.output
     finally:
         group.rmdir()
 
@@ -197,6 +200,24 @@ def test_server_that_dies_mid_run_is_started_again(launch_script):
     assert again == ["(1 of 2)", "(1 of 2)", "(2 of 2)"]
     assert run.output.count("launcher | server-0 is ready at") == 1
     assert "server-1 ended with exit status 9; it is left out, as others serve" in run.output
+
+
+def test_servers_that_share_their_devices_start_first_and_once(launch_script):
+    """They measure the memory that is free, and a new one would take what the one before has given to the trainer."""
+    run = launch_script(
+        """
+        import urllib.request
+        assert "server-0 is ready" in pathlib.Path("runs/exp/trial/logs/launcher.log").read_text()
+        note("trainer-0")
+        try: urllib.request.urlopen(f"http://{servers(1)['server-0']}/exit")
+        except OSError: pass
+        time.sleep(600)
+        """,
+        *("allocation_mode=sglang.d1|d1", "actor.path=tiny"),
+    )
+    assert run.end() == 3, run.output
+    assert "trainer-0" in {path.name for path in run.pids_folder.iterdir()}, run.output
+    assert "server-0 ended with exit status 9; its last " in run.output and "again" not in run.output
 
 
 def test_a_server_that_joins_outlives_an_attempt_and_the_run_tells_where_its_registry_is(launch_script):

@@ -155,7 +155,10 @@ def test_a_config_of_verl(tmp_path: Path) -> None:
     assert (config.allocation_mode, config.reward) == ("vllm.d2p1t2+d4p1t1", "my.py:score")
     assert (config.recover.mode, config.recover.freq_steps) == ("auto", 20)
     assert config.cluster.fileroot.endswith("/ckpt/first"), "references are resolved"
-    assert "# trainer.* -- no choice here" in text and "gpu_memory_utilization: 0.6 -- servers have" in text
+    assert (
+        "# trainer.* (trainer.balance_batch) -- no choice here" in text
+        and "gpu_memory_utilization: 0.6 -- servers have" in text
+    )
 
 
 def test_a_critic_of_verl_makes_a_config_of_ppo(tmp_path: Path) -> None:
@@ -245,8 +248,8 @@ python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files="
     assert (keys["train_dataset"]["path"], keys["experiment_name"]) == (f"{Path.home()}/a.parquet", "sums")
     assert (keys["actor"]["optimizer"]["lr"], keys["actor"]["path"]) == (2e-6, "$MODEL")
     assert keys["stats_logger"]["wandb"]["mode"] == "online"
-    assert "# Of a shell script: variables have the first values" in new
-    assert "ppo_mini_batch_size must be a value that verl takes" in new, "nothing is computed"
+    assert "# Of a shell script: variables and keys have the first values" in new
+    assert keys["actor"]["ppo_n_minibatches"] == 2, "64 / $((batch / 2))"
     text = "accelerate launch --num_processes 4 grpo.py --model_name_or_path m --num_generations=8 --bf16 --beta 0.1\n"
     keys, _ = migrated(tmp_path, text, suffix=".sh", status=1)
     assert (keys["actor"]["kl_ctl"], keys["gconfig"]["n_samples"], keys["train_dataset"]["batch_size"]) == (0.1, 8, 4)
@@ -455,6 +458,12 @@ def test_keys_here_exist(table: str) -> None:
 @pytest.mark.parametrize("table", TABLES)
 def test_the_page_shows_every_key(table: str) -> None:
     assert "\n".join(rows(TABLES[table])) in PAGE, f"print rows() of {table} into docs/migration-keys.md"
+
+
+@pytest.mark.parametrize("module", [trl, verl, prime_rl], ids=lambda module: module.__name__)
+def test_the_page_shows_what_has_no_place_here(module: Any) -> None:
+    lines = [f"| `{pattern}` | {why} |" for pattern, why in module.IGNORED.items()]
+    assert "\n".join(lines) in PAGE, "print these lines into docs/migration-keys.md"
 
 
 def rows(table: dict[str, Rule]) -> list[str]:

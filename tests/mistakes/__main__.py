@@ -20,6 +20,7 @@ from pathlib import Path
 
 from testing_quickstart import make_tiny_model
 
+from mistakes.forked import fork_check
 from mistakes.judge import golden, judge, normalised, write_golden
 from mistakes.table import OF_CONFIG, OF_DATA_AND_MODEL, OF_RUNS, Mistake, prepare
 
@@ -34,6 +35,9 @@ def make(mistake: Mistake, folder: Path, model: Path) -> tuple[int, str]:
     prepare(mistake, folder, model)
     env = os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_ENDPOINT": "http://127.0.0.1:9", "COLUMNS": "160"}
     env["HF_HUB_OFFLINE"] = str(int(mistake.is_offline))
+    if mistake.is_forked:
+        status, shown = fork_check([*mistake.command[2:], *mistake.arguments], folder, TIMEOUT_S)
+        return status, normalised(shown, folder)
     command = [sys.executable, *mistake.command, *mistake.arguments]
     done = subprocess.run(
         command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=TIMEOUT_S, check=False

@@ -29,6 +29,7 @@ class Mistake:
     status: int = 2
     has_place: bool = False  # the user's file:line is among the last lines
     is_offline: bool = True  # the hub is not asked, or is asked and does not answer
+    is_forked: bool = False  # only the launcher's check is run, in a fork: others of its kind start the launcher
     command: tuple[str, ...] = ("-m", "arealite.launcher.local", "train.py", "--config", "c.yaml")
 
 
@@ -122,29 +123,35 @@ OF_DATA_AND_MODEL = [
     Mistake("model folder without weights", folder=without("*.safetensors")),
     Mistake("model of the hub without network", ("actor.path=some/model",), is_offline=False),
     Mistake("model of the hub, not downloaded", ("actor.path=some/model",)),
-    Mistake("weights cut off", folder=cut_weights),
-    Mistake("no tokenizer", folder=without("tokenizer*")),
-    Mistake("no config of the model", folder=without("config.json")),
+    Mistake("weights cut off", folder=cut_weights, is_forked=True),
+    Mistake("no tokenizer", folder=without("tokenizer*"), is_forked=True),
+    Mistake("no config of the model", folder=without("config.json"), is_forked=True),
     Mistake("data file missing", ("train_dataset.path=absent.jsonl",)),
     Mistake("data of the hub without network", ("train_dataset.path=some/data",), is_offline=False),
     Mistake("data of the hub, not downloaded", ("train_dataset.path=some/data",)),
-    Mistake("data file empty", folder=rows()),
-    Mistake("broken line", folder=rows(GOOD, '{"question": "1 + 1?", ')),
-    Mistake("column missing", folder=rows(GOOD, row(question="1 + 1?"))),
-    Mistake("null in a column", folder=rows(GOOD, row(question="1 + 1?", answer=None))),
-    Mistake("batch larger than data", ("train_dataset.batch_size=1000",)),
+    Mistake("data file empty", folder=rows(), is_forked=True),
+    Mistake("broken line", folder=rows(GOOD, '{"question": "1 + 1?", '), is_forked=True),
+    Mistake("column missing", folder=rows(GOOD, row(question="1 + 1?")), is_forked=True),
+    Mistake("null in a column", folder=rows(GOOD, row(question="1 + 1?", answer=None)), is_forked=True),
+    Mistake("batch larger than data", ("train_dataset.batch_size=1000",), is_forked=True),
     Mistake("wandb is not installed", ("stats_logger.wandb.mode=online",)),
     Mistake("reward with a typo", script=reward("return data"), has_place=True),
-    Mistake("reward returns nothing", script=reward("pass"), has_place=True),
-    Mistake("reward is not a number", script=reward("return float('nan')"), has_place=True),
-    Mistake("reward returns text", script=reward("return 'good'"), has_place=True),
-    Mistake("reward returns a list", script=reward("return [1.0]"), has_place=True),
-    Mistake("reward takes other columns", script=reward("return 1.0", "completions, solution, **others")),
-    Mistake("reward takes no others", script=reward("return 1.0", "completions, answer")),
-    Mistake("reward as in TRL", script=reward("return [1.0]", "prompts, completions, **others")),
-    Mistake("lambda as reward", script=changed(_REWARDS, "rewards = lambda **call: 1.0")),
-    Mistake("lambda given at once", script=changed("            rewards,\n", "            lambda **call: 1.0,\n")),
-    Mistake("no such reward", ("reward=my.py:score",)),
+    Mistake("reward returns nothing", script=reward("pass"), has_place=True, is_forked=True),
+    Mistake("reward is not a number", script=reward("return float('nan')"), has_place=True, is_forked=True),
+    Mistake("reward returns text", script=reward("return 'good'"), has_place=True, is_forked=True),
+    Mistake("reward returns a list", script=reward("return [1.0]"), has_place=True, is_forked=True),
+    Mistake(
+        "reward takes other columns", script=reward("return 1.0", "completions, solution, **others"), is_forked=True
+    ),
+    Mistake("reward takes no others", script=reward("return 1.0", "completions, answer"), is_forked=True),
+    Mistake("reward as in TRL", script=reward("return [1.0]", "prompts, completions, **others"), is_forked=True),
+    Mistake("lambda as reward", script=changed(_REWARDS, "rewards = lambda **call: 1.0"), is_forked=True),
+    Mistake(
+        "lambda given at once",
+        script=changed("            rewards,\n", "            lambda **call: 1.0,\n"),
+        is_forked=True,
+    ),
+    Mistake("no such reward", ("reward=my.py:score",), is_forked=True),
     Mistake("missing import", script=lambda script: f"import not_installed\n{script}", has_place=True),
     Mistake("no main guard", script=changed(_GUARD, "main(sys.argv[1:])"), has_place=True),
 ]

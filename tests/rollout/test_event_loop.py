@@ -24,9 +24,9 @@ from testing_workflows import IdleEngine, WaitingWorkflow
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import EpisodeError, EpisodeTimeoutError
+from arealite.api.source_lines import SourceLine
 from arealite.rollout import loop_watch
 from arealite.rollout.event_loop import EventLoopThread
-from arealite.utils.source_lines import SourceLine
 from arealite.utils.threads import in_thread
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from testing_quickstart import PAD, ROLES
+from testing_senders import Senders
 from transformers import AutoTokenizer
 
 from arealite.api.cli_args import LoRAConfig, OptimizerConfig, PPOActorConfig
@@ -434,6 +435,29 @@ def update_by(way: str) -> Callable[[Subject], str]:
     return check
 
 
+def two_senders(subject: Subject) -> str:
+    """Every second tensor comes from another sender, twice over the same groups."""
+    if subject.program.name == "colocated":
+        raise NotApplicable("")
+    senders: Senders | None = None
+    with subject.client() as engine:
+        for _ in range(2):
+            weights, version = _weights(subject), subject.version + 1
+            meta = _broadcast_meta(subject, weights, num_senders=2)
+            received = engine.update_weights(meta)
+            senders = senders or Senders(meta)
+            meta.fingerprints = fingerprints(weights)
+            senders.send(meta, weights)
+            received.result(120)
+            engine.set_version(version)
+            subject.history.append(subject.other)
+            subject.num_updates += 1
+            gap = _agree(subject.score(subject.complete(engine, requests(4, 24, greedy=True))))
+    assert senders is not None
+    senders.close()
+    return gap
+
+
 def adapters_by(way: str) -> Callable[[Subject], str]:
     """Make the check of publications with LoRA: the first sends all weights, others those that can change."""
 
@@ -576,6 +600,7 @@ CHECKS = (
     Check("pause: wait", pause_mode("wait"), may_refuse=True),
     Check("weights through the disk", update_by("disk")),
     Check("weights by broadcast", update_by("broadcast")),
+    Check("weights by broadcast from two", two_senders),
     Check("adapters through the disk", adapters_by("disk")),
     Check("adapters by broadcast", adapters_by("broadcast")),
     Check("canary finds wrong weights", canary),
@@ -630,9 +655,11 @@ def _weights(subject: Subject) -> dict[str, torch.Tensor]:
     return load_file(Path(subject.laboratory.models[subject.other]) / "model.safetensors")
 
 
-def _broadcast_meta(subject: Subject, weights: dict[str, torch.Tensor]) -> WeightUpdateMeta:
-    """Describe an update with one bucket per tensor."""
-    buckets = [[ParamSpec(name, tuple(tensor.shape), "float32")] for name, tensor in weights.items()]
+def _broadcast_meta(subject: Subject, weights: dict[str, torch.Tensor], num_senders: int = 1) -> WeightUpdateMeta:
+    """Describe an update with one bucket for as many tensors as there are senders."""
+    shapes = enumerate((name, tuple(one.shape)) for name, one in weights.items())
+    specs = [ParamSpec(name, shape, "float32", owner=index % num_senders) for index, (name, shape) in shapes]
+    buckets = [specs[i : i + num_senders] for i in range(0, len(specs), num_senders)]
     return WeightUpdateMeta("nccl", version=subject.version + 1, nccl_param_specs=buckets, timeout_s=20)
 
 

@@ -40,6 +40,8 @@ class Run:
     name: str
     is_tied: bool
     overrides: dict[str, Any] = field(default_factory=dict)
+    sleeps_by: str = ""
+    """The line of the server's log that says that it gives its memory back; empty if it never does."""
     refusal: tuple[str, ...] = ()
     """What the launcher's output must say of a run that must stop; empty is a run that must finish."""
 
@@ -47,12 +49,19 @@ class Run:
 def runs_on(program: Program, *, reloads_tied: bool) -> list[Run]:
     """Return the runs that prove a program."""
     disk, broadcast = {"rollout.weight_update": "disk"}, {"rollout.weight_update": "broadcast"}
+    asleep = Run(
+        "asleep",
+        False,
+        {"allocation_mode": f"{program.name}.d1|d1"},
+        sleeps_by={"sglang": "POST /release_memory_occupation", "vllm": "POST /sleep"}[program.name],
+    )
     if reloads_tied:
-        return [Run("disk", False, disk), Run("broadcast, tied", True, broadcast)]
+        return [Run("disk", False, disk), Run("broadcast, tied", True, broadcast), asleep]
     refusal = ("must have an output layer of its own", "Use a model with tie_word_embeddings=false")
     return [
         Run("disk", False, disk),
         Run("broadcast", False, broadcast),
+        asleep,
         Run("tied, refused", True, broadcast, refusal=refusal),
     ]
 
@@ -173,6 +182,8 @@ def _judge(outcome: Outcome) -> Iterator[tuple[str, Iterator[str]]]:
     yield "staleness is bounded", _tokens(outcome)
     yield "servers and trainer agree", _agreement(outcome)
     yield "prompts are accounted for, some interrupted", _account(outcome)
+    if outcome.run.sleeps_by:
+        yield "its server sleeps while it trains", _sleeps(outcome)
 
 
 def _stopped(outcome: Outcome) -> Iterator[str]:
@@ -232,6 +243,14 @@ def _account(outcome: Outcome) -> Iterator[str]:
     outcome.num_interrupts = sum(state.get("interrupts", 0) for state in json.loads(audited.stdout)["samples"].values())
     if outcome.num_interrupts == 0:
         yield "some completion must have been interrupted by new weights: none was"
+
+
+def _sleeps(outcome: Outcome) -> Iterator[str]:
+    """Between each batch and the publication of its update; no memory is saved on a CPU."""
+    lines = (outcome.folder / "logs" / "server-0.log").read_text().splitlines()
+    naps = [line for line in lines if outcome.run.sleeps_by in line and " 200 " in f"{line} "]
+    if len(naps) != STEPS:
+        yield f"the server must sleep {STEPS} times: got {len(naps)}"
 
 
 def _told(outcome: Outcome) -> str:

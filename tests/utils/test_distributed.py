@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from arealite.utils import distributed
+from arealite.utils.network import address_toward
 
 
 @pytest.fixture
@@ -44,6 +45,20 @@ def test_reduction_leaves_its_argument(group: None) -> None:
     reduced = distributed.all_reduce(values, dist.ReduceOp.MAX)
     reduced.zero_()
     assert values.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(("ranks", "beside", "nodes"), [(None, None, 1), (4, None, 1), (4, 4, 1), (16, 8, 2)])
+def test_nodes_are_counted_by_the_ranks_beside_this_one(
+    monkeypatch: pytest.MonkeyPatch, ranks: int | None, beside: int | None, nodes: int
+) -> None:
+    for name, value in (("WORLD_SIZE", ranks), ("LOCAL_WORLD_SIZE", beside)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
+    assert distributed.num_nodes() == nodes
+    expected = "127.0.0.1" if nodes == 1 else address_toward("192.0.2.1")
+    assert distributed.meeting_address("localhost") == expected
 
 
 def test_an_error_of_this_rank_is_raised_as_it_is(group: None) -> None:

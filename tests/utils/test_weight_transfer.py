@@ -17,7 +17,10 @@ import torch.distributed as dist
 from arealite.utils.network import hold_port, port_of
 from arealite.utils.weight_transfer import (
     BroadcastGroup,
+    are_of_one_update,
     close_group,
+    group_of,
+    host_group,
     join_group,
     receive_bucket,
     send_bucket,
@@ -54,6 +57,45 @@ def join_all(
         return [future.result(PATIENCE_S) for future in futures]
 
 
+def test_groups_of_several_senders_meet_at_one_port_and_transfer_at_once(pool: ThreadPoolExecutor) -> None:
+    """Each tensor comes from its own sender, whichever of them is late, and a sender that leaves ends it for all."""
+    senders, names = (0, 1, 5), [group_of("u#1", sender) for sender in (0, 1, 5)]
+    assert names == ["u#1", "u#1/rank-1", "u#1/rank-5"] and are_of_one_update(*names)
+    assert not are_of_one_update("u#1", "u#2/rank-1")
+
+    def receive(rank: int, port: int) -> list[BroadcastGroup]:
+        return [join_group("127.0.0.1", port, rank, 3, name, timeout_s=PATIENCE_S) for name in names]
+
+    with hold_port() as holder:
+        place = "127.0.0.1", port_of(holder)
+    late = {"timeout_s": PATIENCE_S, "is_hosted": True}
+    others = [pool.submit(join_group, *place, 0, 3, name, **late) for name in names[1:]]
+    receivers = [pool.submit(receive, rank, place[1]) for rank in (1, 2)]
+    groups = [join_group(*place, 0, 3, names[0], timeout_s=PATIENCE_S)]
+    stores = []
+    for num_before, other in enumerate(others, start=1):
+        stores.append(host_group(*place, 3, names[num_before], num_before=num_before, timeout_s=PATIENCE_S))
+        groups.append(other.result(PATIENCE_S))
+    first, second = (one.result(PATIENCE_S) for one in receivers)
+
+    specs = [Spec(str(sender), (BIG // 100,), "float32") for sender in senders]
+    receiving = [pool.submit(receive_bucket, own, specs) for own in (first, second)]
+    for sender, group in reversed([*zip(senders, groups)]):
+        send_bucket(group, [torch.full((BIG // 100,), float(sender))])
+    for future in receiving:
+        bucket = future.result(PATIENCE_S)
+        assert [bucket[str(sender)].unique().tolist() for sender in senders] == [[0.0], [1.0], [5.0]]
+
+    receiving = [pool.submit(timed, lambda own=own: receive_bucket(own, specs)) for own in (first, second)]
+    close_group(groups[1])
+    for future in receiving:
+        _, error = future.result(PATIENCE_S)
+        assert isinstance(error, ConnectionError)
+    assert [group.backend for group in first] == [None] * 3
+    for group in groups:
+        close_group(group)
+
+
 def timed(function: Callable[[], T]) -> tuple[float, T | Exception]:
     start = time.monotonic()
     try:
@@ -75,7 +117,7 @@ def test_buckets_arrive_exactly_in_every_dtype_at_every_receiver(pool: ThreadPoo
     specs += [Spec("column", (4, 3), "float32"), Spec("scalar", (), "float32")]
     sender, *receivers = join_all(pool, 3)
     for repetition in range(3):
-        received = [pool.submit(receive_bucket, receiver, specs) for receiver in receivers]
+        received = [pool.submit(receive_bucket, [receiver] * len(specs), specs) for receiver in receivers]
         send_bucket(sender, [*(tensor * (repetition + 1) for tensor in tensors.values()), column, scalar])
         for future in received:
             bucket = future.result(PATIENCE_S)
@@ -92,7 +134,7 @@ def test_groups_are_rebuilt_under_new_names_also_at_the_same_port(pool: ThreadPo
     with hold_port() as holder:
         for epoch in range(4):
             sender, receiver = join_all(pool, 2, name=f"g-{epoch}", port=port_of(holder))
-            received = pool.submit(receive_bucket, receiver, [Spec("a", (2,), "float32")])
+            received = pool.submit(receive_bucket, [receiver], [Spec("a", (2,), "float32")])
             send_bucket(sender, [torch.full((2,), float(epoch))])
             assert received.result(PATIENCE_S)["a"].tolist() == [epoch, epoch]
             close_group(receiver)
@@ -106,7 +148,7 @@ def test_closing_fails_the_other_side_at_once(pool: ThreadPoolExecutor, closes: 
     if closes == "receiver":
         waiting = pool.submit(timed, lambda: send_bucket(sender, [torch.zeros(BIG)]))
     else:
-        waiting = pool.submit(timed, lambda: receive_bucket(receiver, [Spec("a", (BIG,), "float32")]))
+        waiting = pool.submit(timed, lambda: receive_bucket([receiver], [Spec("a", (BIG,), "float32")]))
     time.sleep(0.2)
     close_group(receiver if closes == "receiver" else sender)
     _, error = waiting.result(PATIENCE_S)
@@ -157,7 +199,7 @@ def test_a_closed_group_is_an_error(pool: ThreadPoolExecutor) -> None:
 def receive(test: Connection, port: int, size: int) -> None:
     group = join_group("127.0.0.1", port, 1, 2, "g", timeout_s=PATIENCE_S)
     test.send("joined")
-    bucket = receive_bucket(group, [Spec("a", (size,), "float32")])
+    bucket = receive_bucket([group], [Spec("a", (size,), "float32")])
     test.send(bucket["a"].sum().item())
     close_group(group)
 

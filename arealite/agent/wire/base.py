@@ -182,6 +182,13 @@ def function_tool(name: str, description: str | None, parameters: Any) -> dict[s
     return {"type": "function", "function": function}
 
 
+def own_tool(tool: Mapping[str, Any], function: Any) -> dict[str, Any]:
+    """Return a tool of OpenAI's formats, which have its `function` in different places."""
+    if tool.get("type") != "function":
+        raise RefusedError(f"tools must be functions: got {tool.get('type')!r}. Leave out what the server would run.")
+    return function_tool(function["name"], function.get("description"), function.get("parameters"))
+
+
 def tool_call(call_id: str, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
     """Return a call as chat templates want it; arguments that are no JSON object stay text."""
     if isinstance(arguments, str):

@@ -4,40 +4,25 @@ from collections.abc import Iterator
 from typing import Any
 
 from arealite.agent.turns import Turn
-from arealite.agent.wire.base import (
-    Answer,
-    Call,
-    Find,
-    Message,
-    RefusedError,
-    Wire,
-    arguments_text,
-    event,
-    function_tool,
-    joined,
-    read_count,
-    read_limit,
-    read_stop,
-    refuse,
-    tool_call,
-)
+from arealite.agent.wire import base
+from arealite.agent.wire.base import Answer, Call, Find, Message, RefusedError, Wire
 
 
 class Chat(Wire):
     prefix = "chatcmpl-"
 
     def parse(self, body: dict[str, Any], find: Find) -> Call:
-        refuse(body, "functions", "function_call", "audio", "prediction")
+        base.refuse(body, "functions", "function_call", "audio", "prediction")
         messages = [_canonical(message) for message in body["messages"]]
         if not messages:
             raise RefusedError("messages must have at least one message: got none. Send a user message.")
         return Call(
             body,
             messages,
-            [_tool(tool) for tool in body.get("tools") or []] or None,
-            max_tokens=read_limit(body, "max_completion_tokens", "max_tokens"),
-            stop=read_stop(body, "stop"),
-            n=read_count(body),
+            [base.own_tool(tool, tool.get("function") or {}) for tool in body.get("tools") or []] or None,
+            max_tokens=base.read_limit(body, "max_completion_tokens", "max_tokens"),
+            stop=base.read_stop(body, "stop"),
+            n=base.read_count(body),
         )
 
     def body(self, answer: Answer) -> dict[str, Any]:
@@ -50,16 +35,16 @@ class Chat(Wire):
             }
             for index, turn in enumerate(answer.turns)
         ]
-        return _head(answer, "chat.completion") | {"choices": choices, "usage": usage(answer)}
+        return head(answer, "chat.completion") | {"choices": choices, "usage": usage(answer)}
 
     def events(self, answer: Answer) -> Iterator[bytes]:
-        head = _head(answer, "chat.completion.chunk")
+        of_chunk = head(answer, "chat.completion.chunk")
         wants_usage = answer.call.wants_usage
         no_usage = {"usage": None} if wants_usage else {}
 
         def chunk(index: int, delta: dict[str, Any], **more: Any) -> bytes:
             choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None} | more
-            return event(head | {"choices": [choice]} | no_usage)
+            return base.event(of_chunk | {"choices": [choice]} | no_usage)
 
         for index, turn in enumerate(answer.turns):
             message = turn.message
@@ -72,11 +57,11 @@ class Chat(Wire):
                 function = {"name": call["function"]["name"], "arguments": ""}
                 begun = {"index": number, "id": call["id"], "type": "function", "function": function}
                 yield chunk(index, {"tool_calls": [begun]})
-                rest = {"index": number, "function": {"arguments": arguments_text(call)}}
+                rest = {"index": number, "function": {"arguments": base.arguments_text(call)}}
                 yield chunk(index, {"tool_calls": [rest]})
             yield chunk(index, {}, finish_reason=_finish_reason(turn))
         if wants_usage:
-            yield event(head | {"choices": [], "usage": usage(answer)})
+            yield base.event(of_chunk | {"choices": [], "usage": usage(answer)})
         yield b"data: [DONE]\n\n"
 
 
@@ -88,7 +73,7 @@ def usage(answer: Answer) -> dict[str, int]:
 
 def _canonical(message: Message) -> Message:
     role = {"developer": "system"}.get(message["role"], message["role"])
-    content = joined(message.get("content"), text_types=("text", "refusal"))
+    content = base.joined(message.get("content"), text_types=("text", "refusal"))
     if role == "tool":
         return {"role": role, "tool_call_id": message["tool_call_id"], "content": content}
     canonical = {"role": role, "content": content}
@@ -96,16 +81,9 @@ def _canonical(message: Message) -> Message:
         canonical["reasoning_content"] = reasoning
     if calls := message.get("tool_calls"):
         canonical["tool_calls"] = [
-            tool_call(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in calls
+            base.tool_call(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in calls
         ]
     return canonical
-
-
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        raise RefusedError(f"tools must be functions: got {tool.get('type')!r}. Leave out what the server would run.")
-    function = tool["function"]
-    return function_tool(function["name"], function.get("description"), function.get("parameters"))
 
 
 def _message(message: Message) -> Message:
@@ -113,7 +91,7 @@ def _message(message: Message) -> Message:
         {
             "id": call["id"],
             "type": "function",
-            "function": {"name": call["function"]["name"], "arguments": arguments_text(call)},
+            "function": {"name": call["function"]["name"], "arguments": base.arguments_text(call)},
         }
         for call in message.get("tool_calls") or []
     ]
@@ -139,5 +117,6 @@ def _logprobs(answer: Answer, index: int) -> dict[str, Any] | None:
     return {"content": content, "refusal": None}
 
 
-def _head(answer: Answer, kind: str) -> dict[str, Any]:
+def head(answer: Answer, kind: str) -> dict[str, Any]:
+    """Return what an answer of OpenAI's completions begins with."""
     return {"id": answer.id, "object": kind, "created": answer.created, "model": answer.call.model}

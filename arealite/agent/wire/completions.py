@@ -3,26 +3,18 @@
 from collections.abc import Iterator
 from typing import Any
 
-from arealite.agent.wire.base import (
-    Answer,
-    Call,
-    Find,
-    RefusedError,
-    Wire,
-    event,
-    read_count,
-    read_limit,
-    read_stop,
-    refuse,
-)
-from arealite.agent.wire.chat import usage
+from arealite.agent.wire import base
+from arealite.agent.wire.base import Answer, Call, Find, RefusedError, Wire
+from arealite.agent.wire.chat import head, usage
+
+_KIND = "text_completion"
 
 
 class Completions(Wire):
     prefix = "cmpl-"
 
     def parse(self, body: dict[str, Any], find: Find) -> Call:
-        refuse(body, "echo", "suffix", "best_of")
+        base.refuse(body, "echo", "suffix", "best_of")
         prompt = body["prompt"]
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
             (prompt,) = prompt
@@ -32,24 +24,21 @@ class Completions(Wire):
         return Call(
             body,
             prompt=prompt,
-            max_tokens=read_limit(body, "max_tokens"),
-            stop=read_stop(body, "stop"),
-            n=read_count(body),
+            max_tokens=base.read_limit(body, "max_tokens"),
+            stop=base.read_stop(body, "stop"),
+            n=base.read_count(body),
         )
 
     def body(self, answer: Answer) -> dict[str, Any]:
         choices = [self._choice(answer, index) for index in range(len(answer.turns))]
-        return self._head(answer) | {"choices": choices, "usage": usage(answer)}
+        return head(answer, _KIND) | {"choices": choices, "usage": usage(answer)}
 
     def events(self, answer: Answer) -> Iterator[bytes]:
         for index in range(len(answer.turns)):
-            yield event(self._head(answer) | {"choices": [self._choice(answer, index)]})
+            yield base.event(head(answer, _KIND) | {"choices": [self._choice(answer, index)]})
         if answer.call.wants_usage:
-            yield event(self._head(answer) | {"choices": [], "usage": usage(answer)})
+            yield base.event(head(answer, _KIND) | {"choices": [], "usage": usage(answer)})
         yield b"data: [DONE]\n\n"
-
-    def _head(self, answer: Answer) -> dict[str, Any]:
-        return {"id": answer.id, "object": "text_completion", "created": answer.created, "model": answer.call.model}
 
     def _choice(self, answer: Answer, index: int) -> dict[str, Any]:
         turn, logprobs = answer.turns[index], None

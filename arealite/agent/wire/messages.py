@@ -4,29 +4,17 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from arealite.agent.wire.base import (
-    Answer,
-    Call,
-    Find,
-    Message,
-    RefusedError,
-    Wire,
-    event,
-    function_tool,
-    joined,
-    read_limit,
-    read_stop,
-    tool_call,
-)
+from arealite.agent.wire import base
+from arealite.agent.wire.base import Answer, Call, Find, Message, RefusedError, Wire
 
 
 class Messages(Wire):
     prefix = "msg_"
-    heartbeat = event({"type": "ping"}, "ping")
+    heartbeat = base.event({"type": "ping"}, "ping")
 
     def parse(self, body: dict[str, Any], find: Find) -> Call:
         messages: list[Message] = []
-        if system := joined(body.get("system")):
+        if system := base.joined(body.get("system")):
             messages.append({"role": "system", "content": system})
         tools = [_tool(tool) for tool in body.get("tools") or []] or None
         previous = (body.get("thread") or {}).get("previous_message_id")
@@ -42,8 +30,8 @@ class Messages(Wire):
             body,
             messages,
             tools,
-            max_tokens=read_limit(body, "max_tokens"),
-            stop=read_stop(body, "stop_sequences"),
+            max_tokens=base.read_limit(body, "max_tokens"),
+            stop=base.read_stop(body, "stop_sequences"),
             parent=previous,
         )
 
@@ -54,7 +42,7 @@ class Messages(Wire):
 
     def events(self, answer: Answer) -> Iterator[bytes]:
         def write(kind: str, **fields: Any) -> bytes:
-            return event({"type": kind} | fields, kind)
+            return base.event({"type": kind} | fields, kind)
 
         begun = _head(answer) | {"content": [], "usage": _usage(answer, 0)}
         yield write("message_start", message=begun)
@@ -74,7 +62,7 @@ class Messages(Wire):
         return {"type": "error", "error": {"type": kind, "message": str(error), "code": error.code}}
 
     def error_event(self, error: RefusedError) -> bytes:
-        return event(self.error(error), "error")
+        return base.event(self.error(error), "error")
 
 
 def _canonical(message: Message) -> list[Message]:
@@ -84,12 +72,12 @@ def _canonical(message: Message) -> list[Message]:
     if role == "assistant":
         return [_assistant(blocks)]
     results = [
-        {"role": "tool", "tool_call_id": block["tool_use_id"], "content": joined(block.get("content"))}
+        {"role": "tool", "tool_call_id": block["tool_use_id"], "content": base.joined(block.get("content"))}
         for block in blocks
         if block["type"] == "tool_result"
     ]
     others = [block for block in blocks if block["type"] != "tool_result"]
-    said = [{"role": role, "content": joined(others)}] if others or not results else []
+    said = [{"role": role, "content": base.joined(others)}] if others or not results else []
     return [*results, *said]
 
 
@@ -102,7 +90,7 @@ def _assistant(blocks: list[dict[str, Any]]) -> Message:
         elif kind == "thinking":
             message["reasoning_content"] = message.get("reasoning_content", "") + block["thinking"]
         elif kind == "tool_use":
-            message.setdefault("tool_calls", []).append(tool_call(block["id"], block["name"], block["input"]))
+            message.setdefault("tool_calls", []).append(base.tool_call(block["id"], block["name"], block["input"]))
         else:
             raise RefusedError(f"an assistant's blocks must be text, thinking or tool_use: got {kind!r}.")
     return message
@@ -111,7 +99,7 @@ def _assistant(blocks: list[dict[str, Any]]) -> Message:
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
         raise RefusedError(f"tools must be your own: got {tool['type']!r}. Leave out what the server would run.")
-    return function_tool(tool["name"], tool.get("description"), tool["input_schema"])
+    return base.function_tool(tool["name"], tool.get("description"), tool["input_schema"])
 
 
 def _blocks(answer: Answer) -> list[dict[str, Any]]:

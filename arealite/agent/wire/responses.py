@@ -3,22 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from arealite.agent.wire.base import (
-    Answer,
-    Call,
-    Find,
-    Message,
-    RefusedError,
-    Wire,
-    arguments_text,
-    event,
-    function_tool,
-    joined,
-    read,
-    read_limit,
-    refuse,
-    tool_call,
-)
+from arealite.agent.wire import base
+from arealite.agent.wire.base import Answer, Call, Find, Message, RefusedError, Wire
 
 _TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 
@@ -27,11 +13,11 @@ class Responses(Wire):
     prefix = "resp_"
 
     def parse(self, body: dict[str, Any], find: Find) -> Call:
-        refuse(body, "background", "conversation", "prompt")
+        base.refuse(body, "background", "conversation", "prompt")
         given = body.get("input") or []
         items = [{"role": "user", "content": given}] if isinstance(given, str) else given
         messages: list[Message] = []
-        previous = read(body, "previous_response_id", str, "") or None
+        previous = base.read(body, "previous_response_id", str, "") or None
         if previous is not None:  # its instructions do not carry over
             before = find(previous)
             had_instructions = bool(before.call.body.get("instructions"))
@@ -39,15 +25,15 @@ class Responses(Wire):
         num_before = len(messages)
         for item in items:
             _add(messages, item, num_before, find)
-        if instructions := read(body, "instructions", str, ""):
+        if instructions := base.read(body, "instructions", str, ""):
             messages.insert(0, {"role": "system", "content": instructions})
         if not messages:
             raise RefusedError("input must have at least one item: got none. Send a text or a message.")
         return Call(
             body,
             messages,
-            [_tool(tool) for tool in body.get("tools") or []] or None,
-            max_tokens=read_limit(body, "max_output_tokens"),
+            [base.own_tool(tool, tool) for tool in body.get("tools") or []] or None,
+            max_tokens=base.read_limit(body, "max_output_tokens"),
             parent=previous,
         )
 
@@ -61,7 +47,7 @@ class Responses(Wire):
             nonlocal number
             number += 1
             name = f"response.{kind}"
-            return event({"type": name, "sequence_number": number} | fields, name)
+            return base.event({"type": name, "sequence_number": number} | fields, name)
 
         begun = _head(answer) | {"status": "in_progress", "output": [], "usage": None}
         yield write("created", response=begun)
@@ -87,18 +73,18 @@ class Responses(Wire):
 
     def error_event(self, error: RefusedError) -> bytes:
         fields = {"code": error.code, "message": str(error), "param": None, "sequence_number": 0}
-        return event({"type": "error"} | fields, "error")
+        return base.event({"type": "error"} | fields, "error")
 
 
 def _add(messages: list[Message], item: Message, num_before: int, find: Find) -> None:
     """Add an item of the input; what one answer had as several items becomes one message again."""
     kind = item.get("type", "message")
     if kind == "function_call_output":
-        content = joined(item["output"], text_types=_TEXTS)
+        content = base.joined(item["output"], text_types=_TEXTS)
         messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
     elif kind == "message" and item["role"] != "assistant":
         role = {"developer": "system"}.get(item["role"], item["role"])
-        messages.append({"role": role, "content": joined(item["content"], text_types=_TEXTS)})
+        messages.append({"role": role, "content": base.joined(item["content"], text_types=_TEXTS)})
     elif kind == "item_reference":
         turn = find(Responses.prefix + item["id"].split("_")[1]).turns[0]
         if messages[-1:] != [turn.message]:
@@ -108,22 +94,16 @@ def _add(messages: list[Message], item: Message, num_before: int, find: Find) ->
             messages.append({"role": "assistant", "content": ""})
         answer = messages[-1]
         if kind == "message":
-            answer["content"] += joined(item["content"], text_types=_TEXTS)
+            answer["content"] += base.joined(item["content"], text_types=_TEXTS)
         elif kind == "reasoning":
-            text = joined(item.get("content") or item.get("summary"), text_types=_TEXTS)
+            text = base.joined(item.get("content") or item.get("summary"), text_types=_TEXTS)
             if text:
                 answer["reasoning_content"] = text
         else:
-            call = tool_call(item["call_id"], item["name"], item["arguments"])
+            call = base.tool_call(item["call_id"], item["name"], item["arguments"])
             answer.setdefault("tool_calls", []).append(call)
     else:
         raise RefusedError(f"items of input must be messages, function calls and their outputs: got {kind!r}.")
-
-
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        raise RefusedError(f"tools must be functions: got {tool.get('type')!r}. Leave out what the server would run.")
-    return function_tool(tool["name"], tool.get("description"), tool.get("parameters"))
 
 
 def _items(answer: Answer) -> list[dict[str, Any]]:
@@ -137,7 +117,7 @@ def _items(answer: Answer) -> list[dict[str, Any]]:
         part = {"type": "output_text", "text": message["content"], "annotations": [], "logprobs": []}
         items.append({"id": f"msg_{name}", "type": "message", "role": "assistant", "content": [part]})
     for number, call in enumerate(calls):
-        function = {"call_id": call["id"], "name": call["function"]["name"], "arguments": arguments_text(call)}
+        function = {"call_id": call["id"], "name": call["function"]["name"], "arguments": base.arguments_text(call)}
         items.append({"id": f"fc_{name}_{number}", "type": "function_call"} | function)
     return [item | {"status": "completed"} for item in items]
 

@@ -138,24 +138,42 @@ def check_allocation(
 def check_colocated(
     mode: AllocationMode | None, rollout: InferenceEngineConfig | None, workers: WorkersConfig | None
 ) -> None:
-    """A server in the trainer's process is the only one, samples from its parameters, and needs a trainer that is one
-    process."""
-    if mode is None or rollout is None or not mode.is_colocated:
+    """Servers on the trainer's devices are ours, beside ranks of a script. One in its process samples from its
+    parameters; others give their memory back, for which nothing may run, and read weights from disk."""
+    if rollout is None:
         return
     require(
-        not rollout.server_addrs,
-        f"rollout.server_addrs must be empty with allocation_mode={mode}: got {', '.join(rollout.server_addrs)}. "
-        f"Remove it, or write allocation_mode={mode.train}.",
+        not rollout.servers_sleep or (mode is not None and mode.takes_turns),
+        f"rollout.servers_sleep must be left to allocation_mode: got true with {mode}. Write e.g. sglang.d1|d1 there.",
+    )
+    if mode is None or not (mode.is_colocated or mode.takes_turns):
+        return
+    wrong_way = "broadcast" if mode.takes_turns else "disk"
+    why = "as NCCL refuses two ranks on one GPU" if mode.takes_turns else "whose server has the weights already"
+    is_running = mode.takes_turns and rollout.pause_mode != "abort"
+    senders = rollout.weight_update_senders if mode.takes_turns else None
+    for key, is_wrong, got, reason in (
+        ("rollout.server_addrs", bool(rollout.server_addrs), ", ".join(rollout.server_addrs), "whose servers are ours"),
+        ("rollout.weight_update", rollout.weight_update == wrong_way, wrong_way, why),
+        ("rollout.weight_update_senders", senders is not None, senders, why),
+        ("rollout.pause_mode", is_running, rollout.pause_mode, "whose servers sleep when nothing runs"),
+        ("workers", workers is not None, "a block", "whose trainer is ranks of a script"),
+    ):
+        change = "Remove it, or write '+' in allocation_mode."
+        require(not is_wrong, f"{key} must be left out with allocation_mode={mode}, {reason}: got {got}. {change}")
+
+
+def check_senders(rollout: InferenceEngineConfig | None, num_ranks: int | None) -> None:
+    """Ranks that broadcast weights are some of the trainer's."""
+    if rollout is None or (senders := rollout.weight_update_senders) is None:
+        return
+    require(
+        rollout.weight_update != "disk",
+        f"rollout.weight_update_senders must be left out with rollout.weight_update=disk: got {senders}. Remove it.",
     )
     require(
-        rollout.weight_update == "broadcast",
-        f"rollout.weight_update must be left out with allocation_mode={mode}, whose server has the weights already: "
-        f"got {rollout.weight_update}. Remove it.",
-    )
-    require(
-        workers is None,
-        f"workers must be left out with allocation_mode={mode}, whose server is in the process of the only rank: got a "
-        "block. Remove it, or write '+' in allocation_mode.",
+        num_ranks is None or senders <= num_ranks,
+        f"rollout.weight_update_senders must be at most the trainer's ranks: got {senders} of {num_ranks}. Lower it.",
     )
 
 
@@ -226,13 +244,8 @@ def check_workers(workers: object) -> None:
     require(workers is not None, "workers must be given to a script of a master: got nothing. Add `workers: {}`.")
 
 
-def check_servers(
-    rollout: InferenceEngineConfig,
-    lite: LiteConfig,
-    gconfig: GenerationHyperparameters,
-    eval_gconfig: GenerationHyperparameters,
-) -> None:
-    """The chosen servers must do what is asked of them, and as other servers would do it."""
+def check_servers(rollout: InferenceEngineConfig, lite: LiteConfig, **samplers: GenerationHyperparameters) -> None:
+    """The chosen servers must do what is asked of them, by blocks of these keys, and as other servers would do it."""
     backend, limits = rollout.backend, LIMITS[rollout.backend]
     modes = limits.pause_modes
     require(
@@ -240,9 +253,9 @@ def check_servers(
         f"rollout.pause_mode must be {', '.join(modes[:-1])} or {modes[-1]} for {backend}: got {rollout.pause_mode}. "
         "Remove it for the default, abort.",
     )
-    check_sampler(gconfig, "gconfig", backend)
-    check_sampler(eval_gconfig, "eval_gconfig", backend)
-    longest = max(gconfig.max_new_tokens, eval_gconfig.max_new_tokens)
+    for key, sampler in samplers.items():
+        check_sampler(sampler, key, backend)
+    longest = max(sampler.max_new_tokens for sampler in samplers.values())
     require(
         not limits.is_embedded or bool(rollout.server_addrs) or longest < lite.context,
         f"lite.context must be greater than max_new_tokens: got {lite.context} and {longest}. "

@@ -1,5 +1,6 @@
 """Experiments: the top level of a YAML file, its keys that follow others, and its checks."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, cast
@@ -27,22 +28,20 @@ from arealite.api.config.rollout import (
     InferenceEngineConfig,
     LiteConfig,
 )
-from arealite.api.config.schema import MISSING
-from arealite.api.config.types import Bool, ConfigBase, Finite, Name, NonNegativeInt, PositiveInt
+from arealite.api.config.schema import MISSING, config_keys
+from arealite.api.config.types import Bool, ConfigBase, Finite, Name, NonNegativeInt, PositiveInt, RunBlock
 from arealite.api.config.workers import WorkersConfig
 
-
-def _named(block: str, **sources: str) -> dict[str, str]:
-    """Let a block follow the run's names, and further sources given by field."""
-    sources = {"experiment_name": "experiment_name", "trial_name": "trial_name", **sources}
-    return {f"{block}.{name}": source for name, source in sources.items()}
-
-
-_SAMPLING = {
+OF_RUN = {
+    "experiment_name": "experiment_name",
+    "trial_name": "trial_name",
+    "fileroot": "cluster.fileroot",
+    "seed": "seed",
+    "node_timeout": "launcher.node_timeout",
     "group_size": "gconfig.n_samples",
     "temperature": "gconfig.temperature",
-    "node_timeout": "launcher.node_timeout",
 }
+"""What a block of the top level that names its run (`RunBlock`) follows, by the field that it has for it."""
 
 
 def _same(block: str, other: str, *names: str) -> dict[str, str]:
@@ -55,17 +54,13 @@ class BaseExperimentConfig(ConfigBase):
     """What every experiment has."""
 
     DEFAULTS_FROM: ClassVar[dict[str, str]] = {
-        **_named("saver", fileroot="cluster.fileroot"),
-        **_named("evaluator", fileroot="cluster.fileroot"),
-        **_named("recover", fileroot="cluster.fileroot"),
-        **_named("stats_logger", fileroot="cluster.fileroot"),
-        **_named("rollout", fileroot="cluster.fileroot", seed="seed", consumer_batch_size="train_dataset.batch_size"),
+        "rollout.consumer_batch_size": "train_dataset.batch_size",
         "rollout.tokenizer_path": "tokenizer_path",
         **_same("valid_dataset", "train_dataset", "path", "config_name", "type", "max_length"),
         **_same("valid_dataset", "train_dataset", "prompt_key", "answer_key", "system_prompt", "prompt_suffix"),
         **_same("valid_dataset", "train_dataset", "image_key", "chosen_key", "rejected_key"),
     }
-    """Keys that take another key's value unless they are given."""
+    """Keys that take another key's value unless they are given, besides those of `OF_RUN`."""
 
     experiment_name: Name = MISSING
     """Name of the experiment."""
@@ -116,6 +111,14 @@ class BaseExperimentConfig(ConfigBase):
     vllm: dict[str, Any] = field(default_factory=dict)
     """Options of vLLM servers, passed through."""
 
+    @classmethod
+    @functools.cache
+    def sources(cls) -> dict[str, str]:
+        """Return by key the one whose value it takes unless it is given."""
+        keys = {key.name: key for key in config_keys(cls)}
+        of_blocks = [key for key in keys.values() if issubclass(key.owner, RunBlock) and "." not in key.parent]
+        return {key.name: OF_RUN[key.leaf] for key in of_blocks if OF_RUN.get(key.leaf) in keys} | cls.DEFAULTS_FROM
+
     @property
     def fileroot(self) -> str:
         return self.cluster.fileroot
@@ -160,12 +163,15 @@ class BaseExperimentConfig(ConfigBase):
         checks.check_ahead(self.workers, rollout)
         checks.check_colocated(mode, rollout, self.workers)
         num_ranks = None if mode is None or self.workers is not None else mode.train_world_size
+        checks.check_senders(rollout, num_ranks)
         for key, engine in vars(self).items():
             if isinstance(engine, TrainEngineConfig):
                 checks.check_engine(engine, key, self.cluster, num_ranks)
         if rollout is not None and mode is not None and mode.gen_backend is not None:
             rollout.backend = cast(BackendName, mode.gen_backend)
             rollout.num_servers = rollout.num_servers or mode.gen_dp_size
+            rollout.servers_sleep = mode.takes_turns
+            rollout.weight_update = rollout.weight_update or ("disk" if mode.takes_turns else "broadcast")
             lite = {one.name: getattr(self.lite, one.name) for one in fields(self.lite)}
             rollout.colocated = ColocatedConfig(path=self.trained[1].path, **lite) if mode.is_colocated else None
 
@@ -176,7 +182,6 @@ class SFTConfig(BaseExperimentConfig):
 
     DEFAULTS_FROM: ClassVar[dict[str, str]] = {
         **BaseExperimentConfig.DEFAULTS_FROM,
-        **_named("model", seed="seed", node_timeout="launcher.node_timeout"),
         "tokenizer_path": "model.path",
         "model.path": "tokenizer_path",
     }
@@ -206,7 +211,6 @@ class DPOConfig(SFTConfig):
 
     DEFAULTS_FROM: ClassVar[dict[str, str]] = {
         **SFTConfig.DEFAULTS_FROM,
-        **_named("ref", seed="seed", node_timeout="launcher.node_timeout"),
         **_same("ref", "model", "path", "dtype", "attn_impl", "mb_spec", "fsdp", "torch_compile"),
         **_same("ref", "model", "cast_lm_head_to_fp32"),
     }
@@ -247,12 +251,10 @@ class GRPOConfig(BaseExperimentConfig):
 
     DEFAULTS_FROM: ClassVar[dict[str, str]] = {
         **BaseExperimentConfig.DEFAULTS_FROM,
-        **_named("actor", seed="seed", max_new_tokens="gconfig.max_new_tokens", **_SAMPLING),
+        "actor.max_new_tokens": "gconfig.max_new_tokens",
         "rollout.num_minibatches": "actor.ppo_n_minibatches",
-        **_named("ref", seed="seed", **_SAMPLING),
         **_same("ref", "actor", "path", "dtype", "attn_impl", "mb_spec", "fsdp", "torch_compile"),
         **_same("ref", "actor", "cast_lm_head_to_fp32"),
-        **_named("teacher", seed="seed", **_SAMPLING),
         **_same("teacher", "actor", "dtype", "mb_spec", "fsdp", "torch_compile", "cast_lm_head_to_fp32"),
         **_same(
             "eval_gconfig", "gconfig", "max_new_tokens", "min_new_tokens", "top_p", "top_k", "min_p", "temperature"
@@ -305,7 +307,7 @@ class GRPOConfig(BaseExperimentConfig):
         if self.gconfig.narrows and self.gconfig.top_k >= ALL_TOKENS:
             self.gconfig.top_k = DEFAULT_KEPT_IDS
         checks.check_training(self.actor, "actor", self.train_dataset, "rl")
-        checks.check_servers(self.rollout, self.lite, self.gconfig, self.eval_gconfig)
+        checks.check_servers(self.rollout, self.lite, gconfig=self.gconfig, eval_gconfig=self.eval_gconfig)
         checks.check_sampling(self.gconfig, self.rollout, self.cluster)
         checks.check_objective(self.actor, self.gconfig, self.rollout)
         checks.check_reference(self.actor, self.ref, self.gconfig)
@@ -319,7 +321,6 @@ class PPOConfig(GRPOConfig):
 
     DEFAULTS_FROM: ClassVar[dict[str, str]] = {
         **GRPOConfig.DEFAULTS_FROM,
-        **_named("critic", seed="seed", group_size="gconfig.n_samples", node_timeout="launcher.node_timeout"),
         **_same("critic", "actor", "path", "dtype", "attn_impl", "mb_spec", "fsdp", "torch_compile"),
         **_same("critic", "actor", "gradient_checkpointing", "activation_offloading", "ppo_n_minibatches"),
     }
@@ -348,7 +349,6 @@ class EvalConfig(BaseExperimentConfig):
     DEFAULTS_FROM: ClassVar[dict[str, str]] = {
         **{key: source for key, source in BaseExperimentConfig.DEFAULTS_FROM.items() if "_dataset." not in key},
         **{key: source for key, source in GRPOConfig.DEFAULTS_FROM.items() if key.startswith("eval_gconfig.")},
-        **_named("model", seed="seed", node_timeout="launcher.node_timeout"),
         "tokenizer_path": "model.path",
         "model.path": "tokenizer_path",
         "rollout.consumer_batch_size": "valid_dataset.batch_size",
@@ -388,4 +388,5 @@ class EvalConfig(BaseExperimentConfig):
         powers = {2**i for i in range(size.bit_length())}
         self.pass_at_k = sorted(powers | {size} if self.pass_at_k is None else {*self.pass_at_k})
         checks.check_evaluation(self.allocation, self.pass_at_k, self.recover, self.gconfig, self.train_dataset.path)
-        checks.check_servers(self.rollout, self.lite, self.gconfig, self.eval_gconfig or self.gconfig)
+        samplers = {"gconfig": self.gconfig, "eval_gconfig": self.eval_gconfig or self.gconfig}
+        checks.check_servers(self.rollout, self.lite, **samplers)

@@ -96,11 +96,6 @@ DEPRECATED = {
     "rollout.enable_rollout_tracing": DeprecatedKey("every trained sample is stored in the run folder's rollouts/"),
     "rollout.dump_to_file": DeprecatedKey("every trained sample is stored in the run folder's rollouts/"),
     "rollout.schedule_policy": DeprecatedKey("requests go to the server with the fewest outstanding tokens"),
-    "rollout.untie_embeddings": DeprecatedKey(
-        "vLLM on a CPU refuses models with tied embeddings, which it can't reload; train one with "
-        "tie_word_embeddings=false there",
-        (False,),
-    ),
     "critic.init_critic_from_actor": DeprecatedKey("critic.path follows actor.path, and a language model gets a head"),
     "*.init_critic_from_actor": DeprecatedKey("only a critic has a head of values", (False,)),
     "*.backend": DeprecatedKey("the training engine is the class that the script constructs", ("fsdp", "", None)),

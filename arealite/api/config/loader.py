@@ -7,12 +7,14 @@ Every failure is a ConfigError that names key, value and fix. Only the YAML file
 
 import dataclasses
 import functools
+import itertools
 import json
 import logging
 import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import yaml
@@ -38,6 +40,7 @@ Sources = dict[str, Tree]
 """Values by the place that they were given in, which an error names; later ones win."""
 
 _ABSENT = object()
+_adapter = functools.cache(TypeAdapter[Any])
 _MAX_DEPTH = 100  # of blocks in blocks
 _HEADER = "# from environment variables: "
 _ARTICLES = {"block": "a ", "list": "a ", "number": "a ", "integer": "an "}
@@ -143,7 +146,9 @@ def _split_arguments(argv: Sequence[str], config_cls: type) -> tuple[str, list[s
         if option == "--config":
             config_file = value if equals else next(rest, None)
         elif option in ("--help", "-h"):
-            print(f"usage: --config FILE [key=value ...]\n\n{config_help(config_cls)}")
+            usage = f"usage: {Path(sys.argv[0]).name} --config FILE [key=value ...], or --help WORD for keys with it"
+            words = itertools.takewhile(lambda word: word[0] != "-" and "=" not in word, filter(None, rest))
+            print(f"{usage}\n\n{config_help(config_cls, [*words])}")
             sys.exit(0)
         elif equals and not option.startswith("-"):
             overrides.append(argument)
@@ -245,7 +250,7 @@ def _resolve(
             _lookup(defaults, key.parent)[key.leaf] = dataclasses.asdict(cast(Any, key.block)())
     merged = OmegaConf.merge(OmegaConf.create(defaults), given)
     raw_merged = cast(Tree, OmegaConf.to_container(merged))
-    for name, source in config_cls.DEFAULTS_FROM.items():
+    for name, source in config_cls.sources().items():
         is_given = _lookup(raw_given, name) is not _ABSENT and not _repeats_a_name(sources, name, source)
         is_block_absent = any(raw_merged[key.partition(".")[0]] is None for key in (name, source))
         is_left_missing = _lookup(defaults, name) == MISSING and _lookup(raw_given, source) is _ABSENT
@@ -281,11 +286,6 @@ def _lookup(tree: Tree, name: str) -> Any:
     return node
 
 
-@functools.cache
-def _adapter(config_cls: type[Any]) -> TypeAdapter[Any]:
-    return TypeAdapter(config_cls)
-
-
 def _validate(config_cls: type[ConfigT], values: Tree, keys: Keys, sources: Sources) -> ConfigT:
     """Check types and ranges; explain what pydantic found once, not again for keys that follow a wrong one."""
     try:
@@ -295,7 +295,7 @@ def _validate(config_cls: type[ConfigT], values: Tree, keys: Keys, sources: Sour
         lines = []
         for name, problem in problems.items():
             place = next((p for p, given in reversed(sources.items()) if _lookup(given, name) is not _ABSENT), None)
-            source = config_cls.DEFAULTS_FROM.get(name)
+            source = config_cls.sources().get(name)
             if place is None and source in problems:
                 continue
             rule = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")

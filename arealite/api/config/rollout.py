@@ -131,8 +131,14 @@ class InferenceEngineConfig(FolderBlock):
     """Largest staleness, in weight versions, of a trajectory we train on. 0 is synchronous training."""
     queue_size: PositiveInt | None = None
     """Maximum number of episodes submitted and not yet started; None is 16 times the concurrency."""
-    weight_update: Literal["broadcast", "disk"] = "broadcast"
-    """How new weights reach the servers."""
+    servers_sleep: Bool = False
+    """Whether servers give their memory back from a batch to the next weight update; filled in from `allocation_mode`
+    (`sglang.d1|d1`)."""
+    weight_update: Literal["broadcast", "disk"] | None = None
+    """How new weights reach the servers; None is broadcast, or disk if servers sleep on the trainer's devices."""
+    weight_update_senders: PositiveInt | None = None
+    """Trainer ranks that broadcast weights, each about as many bytes. None is one on each node, and a single one for
+    SGLang, which receives from one at a time."""
     pause_mode: PauseMode = "abort"
     """What a weight update does to completions in flight. `abort`: they return and any server continues them later.
     `retract`: they stay and the server recomputes their keys and values. `in_place`: they continue on the keys and

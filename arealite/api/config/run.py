@@ -81,7 +81,7 @@ class RunConfig(BaseExperimentConfig):
         self.tokenizer_path = self.tokenizer_path or self.trained[1].path
         if self.rollout is not None and self.gconfig is not None:
             eval_gconfig = self.eval_gconfig or self.gconfig
-            checks.check_servers(self.rollout, self.lite, self.gconfig, eval_gconfig)
+            checks.check_servers(self.rollout, self.lite, gconfig=self.gconfig, eval_gconfig=eval_gconfig)
 
 
 def load_run_config(argv: Sequence[str], entry: Path | None = None) -> BaseExperimentConfig:

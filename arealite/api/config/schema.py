@@ -7,7 +7,7 @@ import inspect
 import itertools
 import textwrap
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
@@ -55,14 +55,14 @@ def config_keys(config_cls: type, parent: str = "", defaults: Any = None) -> Ite
             yield from config_keys(block, key.name, default)
 
 
-def config_help(config_cls: type) -> str:
-    """Return name, type, default and explanation of every key."""
+def config_help(config_cls: type, words: Collection[str] = ()) -> str:
+    """Return name, type, default and explanation of every key, or of those with one of the words in their names."""
     lines = []
     for key in config_keys(config_cls):
-        if key.block is None:
+        if key.block is None and (not words or any(word in key.name for word in words)):
             default = "must be given" if key.default == MISSING else f"default {key.default!r}"
             lines.append(f"{key.name} ({key.type_name}; {default})\n    {key.doc}")
-    return "\n".join(lines)
+    return "\n".join(lines) or f"no key has {' or '.join(map(repr, words))} in its name"
 
 
 def _options(hint: Any) -> list[Any]:

@@ -72,8 +72,7 @@ def _check_processes(found: Findings, config: Config) -> Plan:
     plan = checked_plan(config)
     if plan.num_nodes == 1:
         LocalPlace().check(config, plan)
-    num_gpus = sum(len(one.devices) for one in plan.placements)
-    where = f"on {num_gpus} GPUs" if num_gpus else "on the CPU"
+    where = f"on {plan.num_gpus} GPUs" if plan.num_gpus else "on the CPU"
     if plan.num_nodes > 1:
         where += f" of {plan.num_nodes} nodes, which were not checked"
     servers = f"{counted(len(plan.servers), 'server')} and " if plan.servers else ""

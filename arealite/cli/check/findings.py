@@ -11,13 +11,11 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from arealite.api.pages import TROUBLESHOOTING, more, page_of_message
-from arealite.api.script import is_sentence
-from arealite.utils.source_lines import lines_of_error, users_line
+from arealite.api.script import in_one_line
+from arealite.utils.doc_pages import TROUBLESHOOTING, more, page_of_message
 
 Level = Literal["ok", "warning", "problem"]
 _STYLES = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "problem": ("PROBLEM", "bold white on red")}
-_SHOWN_CHARS = 600
 PAGES = {
     "trainer": "trainers.md#a-trainer-of-your-own",
     "graph": "core.md#a-declared-graph",
@@ -55,7 +53,7 @@ class Findings:
         self.is_brief = is_brief
         self.console = Console(highlight=False, quiet=is_brief)
         self.all: list[Finding] = []
-        self._topic = ""
+        self._topic = "run"
         self._pages: dict[str, None] = {}  # of the problems, in their order
 
     def look(
@@ -67,17 +65,15 @@ class Findings:
             with self.console.status(f"checking the {topic}"):
                 return check(self, *args, **kwargs)
         except Exception as error:
-            place = users_line(lines_of_error(error))
-            told = " ".join(f"{type(error).__name__}: {error}".split())[:_SHOWN_CHARS]
-            told = f"{told}, at {place}" if place else told
-            self.add("problem", str(error) if is_sentence(error) else told)
+            self.add("problem", in_one_line(error))
         return None
 
     def add(self, level: Level, text: str, fix: str = "") -> None:
-        """Print a finding of the check that is being made."""
+        """Print a finding of the check that is being made; between checks, of the run."""
         self.all.append(Finding(level, text, fix))
         if level == "problem":
-            self._pages.setdefault(page_of_message(f"{text.rstrip('.')}. {fix}") or PAGES[self._topic])
+            page = page_of_message(f"{text.rstrip('.')}. {fix}") or PAGES.get(self._topic, TROUBLESHOOTING)
+            self._pages.setdefault(page)
         if self.is_brief and level != "ok":
             end = "" if text.endswith("?") else "."
             told = f"{level}: {self._topic}: {text.rstrip('.')}{end} {fix}"

@@ -1,6 +1,6 @@
 """The memory plan: what trainer ranks and servers need, compared with this node's GPUs or, on the CPU, its memory."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from arealite.api.cli_args import OptimizerConfig, TrainEngineConfig
 from arealite.cli.check.findings import Findings, Level
 from arealite.engine.hf_model import build_meta_model
 from arealite.inference.backends import kind_of
+from arealite.inference.backends.kind import SHARED_MEMORY
 from arealite.launcher.plan.layout import make_layout
 from arealite.launcher.plan.plan import make_plan
 from arealite.launcher.plan.servers import foreign_servers
@@ -38,6 +39,7 @@ _KNOBS = {
     "{key}.activation_offloading=true moves what is left to the host.",
     "whole gradients": "Set {key}.fsdp.reduce_once=false.",
     "servers' cache": "Lower lite.slots or lite.context.",
+    "its server": "Lower what servers take: sglang.mem_fraction_static or vllm.gpu_memory_utilization.",
 }
 
 Parts = dict[str, int]  # bytes by what they are for
@@ -110,6 +112,9 @@ def plan_memory(
     else:
         for group in groups:
             _fit(found, group.who, group.step if group.offloads else group.state | group.step, min(gpus), group)
+            if mode.takes_turns:
+                awake = {"its server": int(min(gpus) * _server_share(config))} | ({} if group.offloads else group.state)
+                _fit(found, f"{group.who} beside its server that is awake", awake, min(gpus), group)
             if group.offloads:
                 whole = {name: size * group.count for name, size in group.state.items()}
                 _fit(found, "the host", whole, host, group)
@@ -141,35 +146,23 @@ def _groups(config: Config, shapes: Mapping[str, ModelShape], longest: int, rank
     key, roles = config.trained[0], (config.trained[0], *_beside(config))
     shapes = dict.fromkeys(roles, replace(shapes[key], num_frozen=0)) | dict(shapes)
     if config.workers is None:
-        more = "Use more trainer ranks in allocation_mode"
-        return [_ranks(config, shapes, longest, roles, ranks, who="a trainer rank", more=more)]
-    return [
-        _ranks(
-            config,
-            shapes,
-            longest,
-            [role for role in roles if role in group.roles],
-            group.num_ranks,
-            who=f"a worker of {group.name}",
-            more=f"Raise workers.{group.name}.ranks",
-        )
-        for group in make_layout(config, roles)
-    ]
+        groups = [("a trainer rank", "Use more trainer ranks in allocation_mode", roles, ranks)]
+    else:
+        groups = [
+            (f"a worker of {one.name}", f"Raise workers.{one.name}.ranks", one.roles, one.num_ranks)
+            for one in make_layout(config, roles)
+        ]
+    found = []
+    for who, more, held, count in groups:
+        first, *_ = own = [role for role in roles if role in held]  # the policy, else the critic
+        state, step = _state(config, shapes, own, count), _step(config, shapes[first], longest, first, count)
+        found.append(_Ranks(who, first, more, count, _block(config, first).fsdp.offload_params, state, step))
+    return found
 
 
-def _ranks(
-    config: Config,
-    shapes: Mapping[str, ModelShape],
-    longest: int,
-    roles: Collection[str],
-    ranks: int,
-    *,
-    who: str,
-    more: str,
-) -> _Ranks:
-    """Add up the roles of some ranks, which take turns: the step is that of the policy, else of the critic."""
-    trained, first = config.trained[0], next(iter(roles))
-    state: Parts = {}
+def _state(config: Config, shapes: Mapping[str, ModelShape], roles: Iterable[str], ranks: int) -> Parts:
+    """Add up what a rank holds of its roles, which take turns."""
+    trained, state = config.trained[0], Parts()
     for role in roles:
         block = _block(config, role)
         optimizer = block.optimizer or OptimizerConfig()
@@ -181,8 +174,7 @@ def _ranks(
             moment_bytes=_MOMENT_BYTES[optimizer.type],
         )
         state |= sizes if role == trained else {"reference" if role == "ref" else role: sum(sizes.values())}
-    step = _step(config, shapes[first], longest, first, ranks)
-    return _Ranks(who, first, more, ranks, _block(config, first).fsdp.offload_params, state, step)
+    return state
 
 
 def _step(config: Config, shape: ModelShape, longest: int, role: str, ranks: int) -> Parts:
@@ -268,9 +260,7 @@ def _leave_room(found: Findings, needed: int, host: int, free: int | None) -> No
 
 def _fit_completions(found: Findings, config: Config, server: Parts, kv_token: int, longest: int, gpu: int) -> None:
     """Compare the cache that a server has room for with the completions it must hold at once."""
-    kind = kind_of(config)
-    share = float(kind.block(config).get(kind.memory_flag) or _SERVER_SHARE)
-    room = (int(gpu * share) - sum(server.values()) + server["cache"]) // kv_token
+    room = (int(gpu * _server_share(config)) - sum(server.values()) + server["cache"]) // kv_token
     asked = server["cache"] // kv_token
     level: Level = "problem" if room < longest else "warning" if room < asked else "ok"
     told = (
@@ -280,14 +270,24 @@ def _fit_completions(found: Findings, config: Config, server: Parts, kv_token: i
     found.add(level, told, "" if level == "ok" else knobs)
 
 
+def _server_share(config: Config) -> float:
+    """Return the share of a GPU that a server takes while it is awake."""
+    kind, takes_turns = kind_of(config), AllocationMode.from_str(config.allocation_mode).takes_turns
+    return float(kind.block(config).get(kind.memory_flag) or (SHARED_MEMORY if takes_turns else _SERVER_SHARE))
+
+
 def _plan(groups: Iterable[_Ranks], server: Parts, num_gpus: int) -> Table:
-    """Return the plan of the devices, in GiB."""
+    """Return the plan of the devices, in GiB, or in MiB where all of it is small."""
     numbers = [Column(name, justify="right") for name in ("each", "all")]
-    table = Table("GiB for sequences of full length", *numbers, box=None, pad_edge=False)
     rows = [(one.who.removeprefix("a "), one.state | one.step, one.count) for one in groups]
-    for name, parts, count in (*rows, ("server", server, num_gpus)):
+    rows.append(("server", server, num_gpus))
+    is_small = all(sum(parts.values()) < GIB for _, parts, _ in rows)
+    unit = GIB / 1024 if is_small else GIB
+    title = f"{'MiB' if is_small else 'GiB'} for sequences of full length"
+    table = Table(title, *numbers, box=None, pad_edge=False)
+    for name, parts, count in rows:
         for label, size in ({name: sum(parts.values())} | parts).items():
             if size > 0:
-                values = (f"{value / GIB:,.3f}" for value in (size, size * count))
+                values = (f"{value / unit:,.3f}" for value in (size, size * count))
                 table.add_row(label if label == name else f"  {label}", *values, style="bold" if label == name else "")
     return table

@@ -139,11 +139,7 @@ def _table(rows: Mapping[str, _Plan], shares: Sequence[float], run: Measurement)
 
 
 def _remarks(
-    found: Sequence[_Plan],
-    shares: Sequence[float],
-    price: Mapping[str, Cost],
-    run: Measurement,
-    assumed: Sequence[str],
+    found: Sequence[_Plan], shares: Sequence[float], price: Mapping[str, Cost], run: Measurement, assumed: Sequence[str]
 ) -> Iterator[str]:
     """Yield what a reader of the table must know."""
     best = found[0].steps[len(shares) // 2]

@@ -141,12 +141,10 @@ def not_fitted(graph: DataFlowGraph, runs: Sequence[Measurement]) -> list[str]:
 
 def _points(graph: DataFlowGraph, runs: Sequence[Measurement]) -> dict[str, list[tuple[float, float]]]:
     """Return by call, for each run, the share of its busiest rank and its seconds."""
-    groups = {
-        call.name: [group_of(run.layout, call.role) for run in runs] for call in graph.calls if not call.is_source
-    }
     return {
-        name: [(busiest_share(run.layout, group), run.calls[name]) for run, group in zip(runs, found)]
-        for name, found in groups.items()
+        call.name: [(busiest_share(run.layout, group_of(run.layout, call.role)), run.calls[call.name]) for run in runs]
+        for call in graph.calls
+        if not call.is_source
     }
 
 

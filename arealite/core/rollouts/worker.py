@@ -30,6 +30,19 @@ from arealite.utils.processes import raise_file_limit
 
 
 @dataclass(frozen=True)
+class RolloutSpec:
+    """What rollout workers are made of."""
+
+    num: int
+    config: InferenceEngineConfig
+    make_workflow: Callable[[], RolloutWorkflow]
+    should_accept: ShouldAccept | None
+    env: Mapping[str, str]  # may hold secrets
+    log_folder: Path
+    max_restarts: int  # between two checkpoints
+
+
+@dataclass(frozen=True)
 class Report:
     """What came of an attempt; a trajectory is a piece."""
 
@@ -92,31 +105,21 @@ class _Client(RemoteInferenceEngine):
 class RolloutWorker:
     """The actor: its methods run side by side."""
 
-    def __init__(
-        self,
-        name: str,
-        log: str | None,
-        env: Mapping[str, str],
-        config: InferenceEngineConfig,
-        make_workflow: Callable[[], RolloutWorkflow],
-        should_accept: ShouldAccept | None,
-        secret: str | None,
-    ) -> None:
-        os.environ.update(env)
+    def __init__(self, spec: RolloutSpec, name: str, secret: str | None) -> None:
+        os.environ.update(spec.env)
         raise_file_limit()
-        if log is not None:
-            write_output_to(Path(log))
+        write_output_to(spec.log_folder / f"{name}.log")
         heartbeat.start(name)
         self._error: BaseException | None = None  # why there is no client or no workflow
         try:
-            self._client = _Client(config, secret)
-            self._workflow, self._should_accept = make_workflow(), should_accept
+            self._client = _Client(spec.config, secret)
+            self._workflow, self._should_accept = spec.make_workflow(), spec.should_accept
             self._tokenizer = copy.deepcopy(getattr(self._workflow, "tokenizer", None))  # for this thread
         except Exception as error:  # Ray would say that the process has died
             traceback.print_exc()
             self._error = portable(error)
             return
-        self._attempts = LocalAttempts(config, self._client)
+        self._attempts = LocalAttempts(spec.config, self._client)
 
     async def follow(self, view: ClientView) -> None:
         """Obey a view of the master. Raises what has kept this worker from being made."""
@@ -159,6 +162,6 @@ class RolloutWorker:
                 outcome.add_note("\n".join(["on a rollout worker:", *lines_of_user]))
             outcome = portable(outcome)
         elif not isinstance(outcome, str):
-            table = table_of(episode, outcome, self._tokenizer, config.stored_share)
+            table = table_of([episode], [outcome], [self._tokenizer], config.stored_share)
             outcome = pack(outcome, outcome.keys())
         return Report(outcome, episode.samples, episode.rewards, episode.servers, table, self._client.take_counts())

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import GroupLostError, WorkerLostError
-from arealite.api.workflow_api import RolloutWorkflow
 from arealite.core.batch import unpack
-from arealite.core.rollouts.worker import News, Report, RolloutWorker
+from arealite.core.rollouts.worker import News, Report, RolloutSpec, RolloutWorker
 from arealite.core.world import PLACE_S, actor_of, cause_of_death
 from arealite.inference.completions import Completions
 from arealite.inference.remote_engine import ClientView
 from arealite.rollout.episode import Episode, Outcome
-from arealite.rollout.prompts import ShouldAccept
 from arealite.utils import heartbeat
 from arealite.utils.tasks import BackgroundTasks
 
@@ -48,17 +42,8 @@ class _Worker:
 class RolloutWorkers:
     """The workers as the master sees them; used in the event loop of its rollouts."""
 
-    def __init__(
-        self,
-        num: int,
-        spawn: Callable[[str, str | None], Any],
-        *,
-        max_restarts: int,
-        note_incident: Callable[[str], None],
-    ) -> None:
-        """`spawn` starts the actor of a name, with the run's secret."""
-        self._spawn, self._max_restarts, self._note_incident = spawn, max_restarts, note_incident
-        self._num = num
+    def __init__(self, spec: RolloutSpec, note_incident: Callable[[str], None]) -> None:
+        self._spec, self._note_incident = spec, note_incident
         self._workers: list[_Worker] = []  # also those that start
         self._num_lost = 0  # since the last checkpoint
         self._error: BaseException | None = None  # that ended them all
@@ -68,10 +53,10 @@ class RolloutWorkers:
     async def start(self, view: ClientView, secret: str | None, completions: Completions) -> None:
         """Start all workers, and wait until they are there."""
         self._secret, self._completions, self._view = secret, completions, view
-        for number in range(self._num):
+        for number in range(self._spec.num):
             self._tasks.start(self._bring(f"rollout-{number}"))
-        with heartbeat.waiting(f"{self._num} rollout workers to start", on="ranks"):
-            while len(self._ready()) < self._num:
+        with heartbeat.waiting(f"{self._spec.num} rollout workers to start", on="ranks"):
+            while len(self._ready()) < self._spec.num:
                 await self._changed.wait()
                 self._check()
 
@@ -84,7 +69,7 @@ class RolloutWorkers:
 
     async def _bring(self, name: str) -> None:
         """Start a worker, show it the newest view, and listen to its news for as long as it lives."""
-        worker = _Worker(self._spawn(name, self._secret), name)
+        worker = _Worker(self._spawn(name), name)
         self._workers.append(worker)
         shown: ClientView | None = None
         try:
@@ -102,6 +87,13 @@ class RolloutWorkers:
             self._end(error.cause)
         except (RayError, TimeoutError) as error:
             self._replace(worker, error)
+
+    def _spawn(self, name: str) -> Any:
+        """Start the actor of a worker on any node."""
+        spec, config = self._spec, self._spec.config
+        num_calls = 2 * (config.max_concurrent_rollouts or config.consumer_batch_size) + 8
+        options = {"num_cpus": 0, "max_concurrency": num_calls, "scheduling_strategy": "SPREAD"}
+        return actor_of(RolloutWorker, spec.env, **options).remote(spec, name, self._secret)
 
     def _stop_clocks(self, worker: _Worker) -> None:
         """Let episodes of a worker without servers take longer than usual, as their own clocks do."""
@@ -162,10 +154,10 @@ class RolloutWorkers:
         self._num_lost += 1
         cause = cause_of_death(error) or type(error).__name__
         what = f"{worker.name} is lost with {len(worker.episodes)} episodes: {cause}"
-        if self._num_lost > self._max_restarts:
+        if self._num_lost > self._spec.max_restarts:
             self._end(
                 GroupLostError(
-                    f"rollout workers must stay: got {what}, after {self._max_restarts} restarts since the last "
+                    f"rollout workers must stay: got {what}, after {self._spec.max_restarts} restarts since the last "
                     "checkpoint (workers.restarts). Look at its log."
                 )
             )
@@ -198,26 +190,3 @@ class RolloutWorkers:
         if closing := [one.actor.close.remote() for one in self._ready()]:
             ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S)
         self._kill()
-
-
-def spawn(
-    name: str,
-    secret: str | None,
-    *,
-    env: Mapping[str, str],
-    log_folder: Path | None,
-    config: InferenceEngineConfig,
-    make_workflow: Callable[[], RolloutWorkflow],
-    should_accept: ShouldAccept | None,
-) -> Any:
-    """Start a worker on any node."""
-    log = None if log_folder is None else str(log_folder / f"{name}.log")
-    path = os.pathsep.join(filter(None, sys.path))  # with rewards' files
-    actor, others = actor_of(
-        RolloutWorker,
-        {**env, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-        num_cpus=0,
-        max_concurrency=2 * (config.max_concurrent_rollouts or config.consumer_batch_size) + 8,
-        scheduling_strategy="SPREAD",
-    )
-    return actor.remote(name, log, others, config, make_workflow, should_accept, secret)

@@ -7,18 +7,23 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Mapping, Set
+from collections import defaultdict
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self, TypeGuard, get_args
 
 from arealite.api.config.rollout import PauseMode
 from arealite.api.errors import ConfigError, ContextOverflowError, ServerError
-from arealite.api.io_struct import MAX_LOGPROB, ModelRequest
+from arealite.api.io_struct import MAX_LOGPROB, ModelRequest, ParamSpec
 from arealite.inference.http import Json, ServerConnection, StatusError, bad_reply
 from arealite.inference.pool import Server, ServerFacts
 from arealite.utils.placeholders import collapse
 
 Finish = Literal["stop", "length", "abort"]
+Bucket = Mapping[str, Sequence[ParamSpec]]
+"""Tensors that are sent together, by the broadcast group of their sender."""
+Part = Literal["weights", "kv_cache"]  # of a server's memory
+_PARTS = frozenset[Part](("weights", "kv_cache"))
 
 
 @dataclass(frozen=True)
@@ -102,9 +107,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class BroadcastPlan:
-    """A broadcast group: the sender is rank 0, and the GPUs of the servers follow in order."""
+    """Broadcast groups, one for each sender: that is rank 0, and the GPUs of the servers follow in order."""
 
     name: str
+    groups: Mapping[int, str]  # their names, by the rank that sends, in the order in which they form
     address: str
     port: int
     backend: Literal["nccl", "gloo"]
@@ -114,17 +120,33 @@ class BroadcastPlan:
     def world_size(self) -> int:
         return 1 + sum(server.facts.num_gpus for server in self.servers)
 
-    def place_of(self, address: str) -> Json:
-        """Return what a server needs to join."""
+    def bucket_of(self, specs: Sequence[ParamSpec]) -> Bucket:
+        """Return what servers receive together."""
+        parts = {name: [one for one in specs if one.owner == sender] for sender, name in self.groups.items()}
+        return {name: part for name, part in parts.items() if part}
+
+    def place_of(self, address: str, group: str) -> Json:
+        """Return what a server needs to join a group."""
         before = itertools.takewhile(lambda server: server.address != address, self.servers)
         return {
             "master_address": self.address,
             "master_port": self.port,
             "rank_offset": 1 + sum(server.facts.num_gpus for server in before),
             "world_size": self.world_size,
-            "group_name": self.name,
+            "group_name": group,
             "backend": self.backend,
         }
+
+
+def described(bucket: Bucket) -> Json:
+    """Return names, dtypes and shapes of tensors, and the group of each."""
+    parts = [(group, spec) for group, specs in bucket.items() for spec in specs]
+    return {
+        "names": [spec.name for _, spec in parts],
+        "dtypes": [spec.dtype for _, spec in parts],
+        "shapes": [list(spec.shape) for _, spec in parts],
+        "group_name": [group for group, _ in parts],
+    }
 
 
 def prompt_ids(req: ModelRequest) -> list[int]:
@@ -148,12 +170,14 @@ class Backend(abc.ABC):
     overflow: ClassVar[re.Pattern[str]]  # what a server says that refuses a prompt or completion as too long
     verifies: ClassVar[Set[str]] = frozenset()  # types of weight updates in which servers compare fingerprints
     takes_partial: ClassVar[Set[str]] = frozenset()  # types in which tensors that a server holds may be left out
+    receives_at_once = False  # whether a server takes the tensors of several senders at the same time
     stages = False  # whether a server generates with its old weights until `swap`, also after a failed update
     is_on_cpu = False  # whether broadcasts use gloo even if the trainer has GPUs
 
     def __init__(self, *, pause_mode: PauseMode, accepts_mismatch: bool = False) -> None:
         """`accepts_mismatch`: servers keep tensors that differ from what was sent, where they can verify."""
         self._pause_mode, self._accepts_mismatch = pause_mode, accepts_mismatch
+        self._asleep: defaultdict[str, frozenset[Part]] = defaultdict(frozenset)  # by address: what was given back
 
     async def meet(self, server: ServerConnection) -> ServerFacts:
         """Inspect a server; ServerError if it is of another kind, ConfigError if it lacks what the run needs."""
@@ -231,20 +255,50 @@ class Backend(abc.ABC):
         """Join a broadcast group; where servers support it, joining and each bucket must end within `timeout_s`."""
 
     @abc.abstractmethod
-    async def leave(self, server: ServerConnection, group: str) -> None:
-        """Leave a broadcast group."""
+    async def leave(self, server: ServerConnection, groups: Sequence[str]) -> None:
+        """Leave the broadcast groups of an update."""
 
     @abc.abstractmethod
     async def begin(self, server: ServerConnection) -> None:
         """Start an update by broadcast, dropping an unfinished one."""
 
     @abc.abstractmethod
-    async def receive(self, server: ServerConnection, group: str, bucket: Json, version: int | None) -> None:
-        """Receive a bucket of tensors, whose names, dtypes and shapes are given; the last comes with the version."""
+    async def receive(self, server: ServerConnection, bucket: Bucket, version: int | None) -> None:
+        """Receive a bucket of tensors, in the same order on all servers; the last comes with the version."""
 
     @abc.abstractmethod
     async def end(self, server: ServerConnection, version: int, sent: Sent) -> list[str]:
         """Finish an update by broadcast; return the tensors that are kept although they differ."""
+
+    async def sleep(self, server: ServerConnection) -> None:
+        """Pause a server and let it give back the memory of its weights and its cache until `reload`."""
+        asleep = self._asleep[server.address]
+        if asleep and asleep != _PARTS:  # an update has failed between the two
+            await self._wake_up(server, "kv_cache")
+        if asleep != _PARTS:
+            await self._fall_asleep(server)
+        self._asleep[server.address] = _PARTS
+
+    async def reload(self, server: ServerConnection, path: str, version: int, sent: Sent) -> list[str]:
+        """`load`, for which one that sleeps takes back the memory of its weights, and then that of its cache."""
+        if "weights" in self._asleep[server.address]:
+            await self._wake_up(server, "weights")
+        names = await self.load(server, path, version, sent)
+        if "kv_cache" in self._asleep[server.address]:
+            await self._wake_up(server, "kv_cache")
+        return names
+
+    async def _wake_up(self, server: ServerConnection, part: Part) -> None:
+        await self._take_back(server, part)
+        self._asleep[server.address] -= {part}  # to take it back twice would end SGLang
+
+    async def _fall_asleep(self, server: ServerConnection) -> None:
+        """Pause a server whose memory is all there, and let it give it back."""
+        raise NotImplementedError(f"{self.program} must be able to sleep")
+
+    async def _take_back(self, server: ServerConnection, part: Part) -> None:
+        """Let a server have a part of its memory again, which holds anything."""
+        raise NotImplementedError(f"{self.program} must be able to sleep")
 
     async def swap(self, server: ServerConnection) -> None:
         """Use the staged weights, where servers stage them."""

@@ -16,6 +16,9 @@ from arealite.inference.http import Json
 # Fails for a folder that merely has the package's name.
 _INSTALLED = "import importlib.util as u, sys; s = u.find_spec(sys.argv[1]); sys.exit(not (s and s.origin))"
 
+SHARED_MEMORY = 0.5
+"""Share of a GPU that a server takes which sleeps while the trainer computes on it, unless it is told another."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerKind:
@@ -34,6 +37,8 @@ class ServerKind:
     in_place_flag: str  # what pause_mode=in_place needs: a prefix cache would lend old keys and values to new sequences
     kept_flag: str = ""  # what makes it return the ids that tokens were sampled from; empty if each request does
     fixed_flags: Mapping[str, object] = field(default_factory=dict)  # further flags that are the same for every run
+    sleep_flag: str = ""  # what lets it give back a GPU's memory; empty if it can't
+    sleep_env: Mapping[str, str] = field(default_factory=dict)  # variables of one that sleeps
     has_negated_flags: bool = False  # whether `--no-x` turns off what `x: false` means; otherwise it is left out
     abort_call: tuple[str, Json] | None = None  # what ends requests with the tokens so far; None if SIGTERM does
     tied_embeddings_defect: str = ""  # why new weights of a model with tied embeddings may be wrong, and what to do
@@ -54,7 +59,9 @@ class ServerKind:
         flags: dict[str, object] = {"dtype": model.dtype}  # servers compute like the trainer unless told not to
         flags |= {self.in_place_flag: True} if config.rollout and config.rollout.pause_mode == "in_place" else {}
         flags |= {self.kept_flag: True} if self.kept_flag and config.sampling and config.sampling.narrows else {}
+        flags |= {self.memory_flag: SHARED_MEMORY} if _shares_gpus(config) else {}
         flags |= block | {self.model_flag: model.path}
+        flags |= {self.sleep_flag: True} if _shares_gpus(config) else {}
         flags |= {self.gpus_flag: num_gpus} if self.gpus_flag else {}
         flags |= {**self.fixed_flags, self.seed_flag: int(block.get(self.seed_flag, config.seed)) + index}
         return [self.python(config), "-m", self.module, *self._spelled(flags)]
@@ -63,6 +70,7 @@ class ServerKind:
         """Refuse flags that the launcher sets; repeating the model is fine."""
         block, model = self.block(config), config.trained[1]
         owned = {self.model_flag, "host", "port", self.gpus_flag, *self.fixed_flags} - {""}
+        owned |= {self.sleep_flag} if _shares_gpus(config) else set()
         taken = {name for name in block if name.replace("-", "_") in owned}
         taken -= {self.model_flag} if block.get(self.model_flag) == model.path else set()
         if taken:
@@ -104,3 +112,8 @@ class ServerKind:
             elif value is not None and value is not False and value != "":
                 words += [f"--{flag}", json.dumps(value) if isinstance(value, Mapping) else str(value)]
         return words
+
+
+def _shares_gpus(config: BaseExperimentConfig) -> bool:
+    """Tell whether servers sleep for the trainer's sake; on CPUs they hear of it, and no memory is saved."""
+    return config.rollout is not None and config.rollout.servers_sleep and config.cluster.n_gpus_per_node > 0

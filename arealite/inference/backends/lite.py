@@ -1,9 +1,10 @@
-"""Our embedded server `arealite.server`: SGLang's protocol, with fingerprints, deadlines and counts of stale tokens."""
+"""Our embedded server `arealite.server`: SGLang's protocol, with fingerprints, deadlines, counts of stale tokens, and
+buckets of several senders."""
 
 import dataclasses
 from typing import Any
 
-from arealite.inference.backends.base import MismatchError, Sent
+from arealite.inference.backends.base import Bucket, MismatchError, Sent, described
 from arealite.inference.backends.kind import ServerKind
 from arealite.inference.backends.sglang import SGLangBackend
 from arealite.inference.http import Json, ServerConnection, StatusError
@@ -16,6 +17,7 @@ class LiteBackend(SGLangBackend):
     """The protocol of `arealite.server`."""
 
     verifies = frozenset({"disk", "nccl"})
+    receives_at_once = True
     stages = True
     is_on_cpu = True
 
@@ -28,6 +30,9 @@ class LiteBackend(SGLangBackend):
 
     async def join(self, server: ServerConnection, place: Json, timeout_s: float) -> None:
         await super().join(server, place | {"timeout_s": timeout_s}, timeout_s)
+
+    async def receive(self, server: ServerConnection, bucket: Bucket, version: int | None) -> None:
+        await self._receive(server, described(bucket), version)
 
     async def swap(self, server: ServerConnection) -> None:
         await server.request("POST", "/end_weight_update")

@@ -1,13 +1,25 @@
 """SGLang, 0.4.9 and later. Where there are begin and end calls, an update by broadcast goes between them."""
 
+import asyncio
 import contextlib
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 from arealite.api.config.rollout import ALL_TOKENS, PauseMode
 from arealite.api.errors import ConfigError, ServerError
 from arealite.api.io_struct import ModelRequest
-from arealite.inference.backends.base import Backend, Segment, Sent, are_names, prompt_ids, require
+from arealite.inference.backends.base import (
+    Backend,
+    Bucket,
+    Part,
+    Segment,
+    Sent,
+    are_names,
+    described,
+    prompt_ids,
+    require,
+)
 from arealite.inference.backends.kind import ServerKind
 from arealite.inference.http import Json, ServerConnection, StatusError, bad_reply
 from arealite.inference.pool import ServerFacts
@@ -111,6 +123,15 @@ class SGLangBackend(Backend):
     async def resume(self, server: ServerConnection) -> None:
         await server.request("POST", "/continue_generation")
 
+    async def _fall_asleep(self, server: ServerConnection) -> None:
+        await self.pause(server)
+        left_s = server.deadline - asyncio.get_running_loop().time()
+        await server.request("POST", f"/flush_cache?timeout={max(0.0, left_s):.0f}")  # when nothing runs any more:
+        await server.fetch("POST", "/release_memory_occupation", {"tags": ["kv_cache", "weights"]})  # else it ends
+
+    async def _take_back(self, server: ServerConnection, part: Part) -> None:
+        await server.fetch("POST", "/resume_memory_occupation", {"tags": [part]})
+
     async def load(self, server: ServerConnection, path: str, version: int, sent: Sent) -> list[str]:
         payload = {"model_path": path, "weight_version": str(version), "flush_cache": self._flushes_cache}
         return await self._verified(server, "/update_weights_from_disk", payload, sent)
@@ -118,8 +139,10 @@ class SGLangBackend(Backend):
     async def join(self, server: ServerConnection, place: Json, timeout_s: float) -> None:
         await server.request("POST", "/init_weights_update_group", place)
 
-    async def leave(self, server: ServerConnection, group: str) -> None:
-        await server.request("POST", "/destroy_weights_update_group", {"group_name": group})
+    async def leave(self, server: ServerConnection, groups: Sequence[str]) -> None:
+        for group in groups:
+            with contextlib.suppress(StatusError):  # it is in none of this name
+                await server.request("POST", "/destroy_weights_update_group", {"group_name": group})
 
     async def begin(self, server: ServerConnection) -> None:
         try:
@@ -132,10 +155,15 @@ class SGLangBackend(Backend):
             await server.request("POST", "/begin_weight_update")
         self._begun.add(server.address)
 
-    async def receive(self, server: ServerConnection, group: str, bucket: Json, version: int | None) -> None:
+    async def receive(self, server: ServerConnection, bucket: Bucket, version: int | None) -> None:
+        *_, last = bucket
+        for group, specs in bucket.items():  # one call takes the tensors of one group
+            payload = described({group: specs}) | {"group_name": group}
+            await self._receive(server, payload, version if group == last else None)
+
+    async def _receive(self, server: ServerConnection, payload: Json, version: int | None) -> None:
         is_last = version is not None
-        payload = bucket | {
-            "group_name": group,
+        payload |= {
             "flush_cache": is_last and self._flushes_cache,
             "weight_version": str(version) if is_last else None,
         }
@@ -168,5 +196,7 @@ SGLANG = ServerKind(
     memory_flag="mem_fraction_static",
     in_place_flag="disable_radix_cache",
     fixed_flags={"base_gpu_id": 0, "weight_version": 0},
+    sleep_flag="enable_memory_saver",
+    sleep_env={"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"},  # else /health samples, which waits while it sleeps
     abort_call=("/pause_generation", {"mode": "abort"}),
 )

@@ -5,13 +5,25 @@ wrapper (`arealite.launcher.serve.vllm_weights`)."""
 
 import contextlib
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from arealite.api.config.rollout import ALL_TOKENS, PauseMode
 from arealite.api.errors import ConfigError, ServerError
 from arealite.api.io_struct import ModelRequest
-from arealite.inference.backends.base import Backend, MismatchError, Segment, Sent, are_names, prompt_ids, require
+from arealite.inference.backends.base import (
+    Backend,
+    Bucket,
+    MismatchError,
+    Part,
+    Segment,
+    Sent,
+    are_names,
+    described,
+    prompt_ids,
+    require,
+)
 from arealite.inference.backends.kind import ServerKind
 from arealite.inference.http import Json, ServerConnection, StatusError, bad_reply, deadline_in
 from arealite.inference.pool import ServerFacts
@@ -29,6 +41,7 @@ class VLLMBackend(Backend):
     program = "vLLM"
     overflow = re.compile("maximum context length|maximum model length|max_tokens must be at least 1, got 0")
     verifies = frozenset({"nccl"})
+    receives_at_once = True
     takes_partial = frozenset({"nccl"})  # from a folder only a new vLLM would, and complain of every layer
 
     def __init__(self, *, pause_mode: PauseMode, accepts_mismatch: bool = False) -> None:
@@ -143,6 +156,12 @@ class VLLMBackend(Backend):
     async def resume(self, server: ServerConnection) -> None:
         await server.request("POST", "/resume")
 
+    async def _fall_asleep(self, server: ServerConnection) -> None:
+        await server.request("POST", "/sleep?level=2&mode=abort")  # keeps no copy of the weights
+
+    async def _take_back(self, server: ServerConnection, part: Part) -> None:
+        await server.request("POST", f"/wake_up?tags={part}")
+
     async def load(self, server: ServerConnection, path: str, version: int, sent: Sent) -> list[str]:
         try:
             await _call_workers(server, "reload_weights", weights_path=path)
@@ -160,7 +179,7 @@ class VLLMBackend(Backend):
         init_info = place | {"timeout_s": timeout_s}
         await server.request("POST", "/init_weight_transfer_engine", {"init_info": init_info})
 
-    async def leave(self, server: ServerConnection, group: str) -> None:
+    async def leave(self, server: ServerConnection, groups: Sequence[str]) -> None:
         await _call_workers(server, "abandon_weight_update")
         await server.request("POST", "/shutdown_weight_transfer_engine")
 
@@ -168,8 +187,8 @@ class VLLMBackend(Backend):
         await _call_workers(server, "abandon_weight_update")
         await server.request("POST", "/start_weight_update")
 
-    async def receive(self, server: ServerConnection, group: str, bucket: Json, version: int | None) -> None:
-        await server.request("POST", "/update_weights", {"update_info": bucket})
+    async def receive(self, server: ServerConnection, bucket: Bucket, version: int | None) -> None:
+        await server.request("POST", "/update_weights", {"update_info": described(bucket)})
 
     async def end(self, server: ServerConnection, version: int, sent: Sent) -> list[str]:
         differing: list[str] = []
@@ -219,6 +238,7 @@ VLLM = ServerKind(
     memory_flag="gpu_memory_utilization",
     in_place_flag="no_enable_prefix_caching",
     kept_flag="return_sampling_mask",
+    sleep_flag="enable_sleep_mode",
     has_negated_flags=True,
     abort_call=("/pause?mode=abort", {}),
     tied_embeddings_defect=(

@@ -14,32 +14,24 @@ import subprocess
 import sys
 from pathlib import Path
 
-from arealite.utils.processes import (
-    adopt_orphans,
-    descendants,
-    die_with_parent,
-    exit_status,
-    raise_file_limit,
-    send_signal,
-    shared_memory,
-)
+from arealite.utils import processes
 
 
 def main(command: list[str]) -> int:
     """Run the command to its end or to the owner's."""
-    adopt_orphans()
-    raise_file_limit()
+    processes.adopt_orphans()
+    processes.raise_file_limit()
     guard = os.getpid()
     try:
-        job = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=lambda: die_with_parent(guard))
+        job = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=lambda: processes.die_with_parent(guard))
     except OSError as error:
         print(f"can't start {command[0]}: {error}", file=sys.stderr)
         return 127
     shared: set[str] = set()
 
     def terminate(number: int, frame: object) -> None:
-        shared.update(shared_memory(descendants(guard)))
-        send_signal(job.pid, number)
+        shared.update(processes.shared_memory(processes.descendants(guard)))
+        processes.send_signal(job.pid, number)
 
     signal.signal(signal.SIGTERM, terminate)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -50,15 +42,15 @@ def main(command: list[str]) -> int:
     returncode = 0
     with contextlib.suppress(ChildProcessError):  # as every orphan becomes our child, nothing is left without a child
         while True:
-            shared |= shared_memory(descendants(guard))
-            for pid in descendants(guard):
-                send_signal(pid, signal.SIGKILL)
+            shared |= processes.shared_memory(processes.descendants(guard))
+            for pid in processes.descendants(guard):
+                processes.send_signal(pid, signal.SIGKILL)
             pid, status = os.wait()
             if pid == job.pid:
                 returncode = os.waitstatus_to_exitcode(status)
     for path in shared:
         Path(path).unlink(missing_ok=True)
-    return exit_status(returncode)
+    return processes.exit_status(returncode)
 
 
 if __name__ == "__main__":

@@ -95,10 +95,9 @@ class LocalPlace(Place):
             kind_of(config).check_installed(config)
         if plan.groups and importlib.util.find_spec("ray") is None:
             raise ConfigError("Ray must be installed for workers: it is not. Run `pip install 'arealite[ray]'`.")
-        needed = sum(len(one.devices) for one in plan.placements) + sum(group.num_gpus for group in plan.groups)
-        if needed > len(self._gpus):
+        if plan.num_gpus > len(self._gpus):
             raise ConfigError(
-                f"allocation_mode must fit the GPUs: got {config.allocation}, which needs {needed}, and "
+                f"allocation_mode must fit the GPUs: got {config.allocation}, which needs {plan.num_gpus}, and "
                 f"{len(self._gpus)} GPUs on this node. Make it smaller, or set cluster.n_gpus_per_node=0 to run on the "
                 "CPU."
             )

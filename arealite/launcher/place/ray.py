@@ -52,7 +52,7 @@ def connect() -> None:
         ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"a Ray cluster must be running: got {_last_line(error)} for RAY_ADDRESS={address}. "
+            f"a Ray cluster must be running: got {last_line(error)} for RAY_ADDRESS={address}. "
             "Run `ray start` on its nodes, and set RAY_ADDRESS to host:port of its head unless this is one of them; "
             "set RAY_AUTH_MODE=token if the cluster asks for a token."
         ) from error
@@ -112,7 +112,7 @@ class RaySlot(RelaySlot):
                 self._read.put_nowait(chunk)
             self._read.put_nowait(b"")
         except RayError as error:
-            why = "its actor can't be reached" if isinstance(error, ActorUnavailableError) else _last_line(error)
+            why = "its actor can't be reached" if isinstance(error, ActorUnavailableError) else last_line(error)
             self._read.put_nowait(NodeLostError(f"{self.node} is lost: {why}"))
 
     async def _next_chunk(self) -> bytes:
@@ -168,12 +168,12 @@ class RayPlace(RelayPlace):
                 await asyncio.to_thread(ray.kill, actor)
                 if isinstance(error, RayTaskError) or getattr(error, "actor_init_failed", False):
                     raise ConfigError(
-                        f"every node must be like this one: got {_last_line(error)} when {placement.name} was to "
+                        f"every node must be like this one: got {last_line(error)} when {placement.name} was to "
                         f"start. It must have Python, arealite and {os.getcwd()} at the same paths."
                     ) from error
                 if not isinstance(error, RayActorError):
                     raise
-                self._log(f"{placement.name} is placed again, because its node failed: {_last_line(error)}")
+                self._log(f"{placement.name} is placed again, because its node failed: {last_line(error)}")
             await asyncio.sleep(_RETRY_S)
 
     def _needs(self, placement: Placement) -> dict[str, float]:
@@ -213,5 +213,6 @@ def _sum(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return dict(sum((Counter(part) for part in parts), Counter()))
 
 
-def _last_line(error: BaseException) -> str:
+def last_line(error: BaseException) -> str:
+    """Return the last line of an error's text, where Ray has the cause."""
     return str(error).strip().rpartition("\n")[2].strip()

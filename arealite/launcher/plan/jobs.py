@@ -37,6 +37,7 @@ def server_job(config: BaseExperimentConfig, placement: Placement, host: str, gp
         python=command[0],
         CUDA_VISIBLE_DEVICES=",".join(gpus),
         **({"OMP_NUM_THREADS": str(config.lite.threads)} if kind.is_embedded else {}),
+        **(kind.sleep_env if config.rollout is not None and config.rollout.servers_sleep else {}),
     )
     return Job(placement.name, [*serve, "--", *command], env)
 
@@ -84,8 +85,7 @@ def plan_lines(run: Run, *, by: str) -> Iterator[str]:
         yield "trainer-0 also samples: its process runs the server lite, on its own parameters"
     yield from _group_lines(run)
     num_gpus = plan.num_nodes * plan.gpus_per_node
-    used = [len(one.devices) for one in plan.placements] + [group.num_gpus for group in plan.groups]
-    if idle := num_gpus - sum(used):
+    if idle := num_gpus - plan.num_gpus:
         yield f"{idle} of {num_gpus} GPUs stay idle"
     if foreign := foreign_servers(config):
         yield f"servers of someone else: {','.join(foreign)}"

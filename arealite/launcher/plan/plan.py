@@ -1,7 +1,7 @@
 """Which process runs on which node with which devices, worked out from the config alone.
 
 Servers fill the nodes first, one behind the other, and none is spread over two nodes; the ranks of the trainer
-follow. Every launcher places the same plan; only how differs.
+follow, or have the same devices. Every launcher places the same plan; only how differs.
 """
 
 from collections.abc import Sequence
@@ -37,6 +37,7 @@ class Plan:
     gpus_per_node: int  # 0 on a CPU cluster
     placements: tuple[Placement, ...]
     groups: tuple[Group, ...] = ()  # of workers, which a master starts itself
+    takes_turns: bool = False  # whether servers have the GPUs of ranks, and sleep while these compute
 
     @property
     def servers(self) -> tuple[Placement, ...]:
@@ -49,6 +50,12 @@ class Plan:
     @property
     def num_workers(self) -> int:
         return sum(group.num_ranks for group in self.groups)
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that jobs use, servers and ranks perhaps the same."""
+        used = {(one.node, device) for one in self.placements for device in one.devices}
+        return len(used) + sum(group.num_gpus for group in self.groups)
 
     @property
     def used_nodes(self) -> list[int]:
@@ -153,7 +160,8 @@ def make_plan(config: BaseExperimentConfig) -> Plan:
                 f"a server must fit into one node: got {mode.gen}, whose servers have {mode.gen_instance_size} GPUs, "
                 f"and cluster.n_gpus_per_node={cluster.n_gpus_per_node}. Use a smaller t in allocation_mode."
             )
-        placements = _place(num_servers, mode.gen_instance_size, num_ranks, cluster.n_gpus_per_node)
+        is_shared, size = mode.takes_turns, mode.gen_instance_size
+        placements = _place(num_servers, size, num_ranks, cluster.n_gpus_per_node, is_shared=is_shared)
         if has_one_rank:
             placements = [one if one.role == "server" else replace(one, node=0, devices=()) for one in placements]
     last_node = max((one.node for one in placements), default=0)
@@ -163,7 +171,8 @@ def make_plan(config: BaseExperimentConfig) -> Plan:
             f"{cluster.n_gpus_per_node} GPUs as no server is spread over two, and cluster.n_nodes={cluster.n_nodes}. "
             "Make it smaller, or raise cluster.n_nodes or cluster.n_gpus_per_node (0 is a CPU cluster)."
         )
-    return Plan(cluster.n_nodes, cluster.n_gpus_per_node, tuple(placements), groups)
+    takes_turns = mode.takes_turns and num_servers > 0  # a replay has none
+    return Plan(cluster.n_nodes, cluster.n_gpus_per_node, tuple(placements), groups, takes_turns)
 
 
 def setup_timeout_s(config: BaseExperimentConfig) -> float:
@@ -179,8 +188,8 @@ def cpus_and_mebibytes(config: LauncherConfig, placement: Placement) -> tuple[in
     return number * config.trainer_cpus_per_gpu, number * config.trainer_mem_per_gpu
 
 
-def _place(num_servers: int, size: int, num_ranks: int, per_node: int) -> list[Placement]:
-    """Fill nodes with servers of `size` devices, then with ranks of one."""
+def _place(num_servers: int, size: int, num_ranks: int, per_node: int, *, is_shared: bool = False) -> list[Placement]:
+    """Fill nodes with servers of `size` devices, then with ranks of one, or begin with both at the first device."""
     placements = []
     next_device = 0  # counted through all nodes
     for index in range(num_servers):
@@ -191,6 +200,6 @@ def _place(num_servers: int, size: int, num_ranks: int, per_node: int) -> list[P
         placements.append(Placement(f"server-{index}", "server", node, devices, index))
         next_device += size
     for rank in range(num_ranks):
-        node, device = divmod(next_device + rank, per_node)
+        node, device = divmod(rank if is_shared else next_device + rank, per_node)
         placements.append(Placement(f"trainer-{rank}", "trainer", node, (device,), rank))
     return placements

@@ -18,6 +18,11 @@ def foreign_servers(config: BaseExperimentConfig) -> list[str]:
 
 def num_own_servers(config: BaseExperimentConfig, mode: AllocationMode) -> int:
     """Return how many servers are ours to start."""
+    if mode.takes_turns and foreign_servers(config):
+        raise ConfigError(
+            f"{SERVER_ADDRS_VARIABLE} must be empty with allocation_mode={mode}, whose servers are ours: got "
+            f"{', '.join(foreign_servers(config))}. Unset it, or write '+' in allocation_mode."
+        )
     if config.rollout is None:
         if mode.gen_dp_size > 0:
             raise ConfigError(

@@ -37,6 +37,7 @@ from arealite.utils.network import LOOPBACK, hold_port, port_of
 from arealite.utils.processes import adopt_orphans, descendants, describe_exit, kill_tree
 from arealite.utils.registry import RegistryClient, RegistryError, RegistryRefusedError, ServerRecord
 from arealite.utils.secret import authorization, check_exposed, is_loopback, secret_of_environment
+from arealite.utils.usage import Parser
 
 REFUSED = 2
 NOT_READY = 3
@@ -51,7 +52,7 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x1f]")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m arealite.launcher.serve", description="Run one inference server.")
+    parser = Parser(prog="python -m arealite.launcher.serve", description="Run one inference server.")
     parser.add_argument("--backend", choices=KINDS, required=True, help="what the command starts")
     parser.add_argument("--name", required=True, help="name of the server in its run")
     parser.add_argument("--host", default=LOOPBACK, help="address by which trainers reach this node")

@@ -7,6 +7,7 @@ refuse what would hang later or corrupt training data.
 import argparse
 import contextlib
 import importlib
+import importlib.util
 import logging
 import os
 import runpy
@@ -19,6 +20,7 @@ from arealite.launcher.serve.wrapper import RequireSecret, strict, wrap
 from arealite.utils.secret import secret_of_environment
 
 _VERSION_FLAG = "--weight-version"
+_MEMORY_SAVER = "torch_memory_saver"
 RAW_LOGPROBS_VARIABLE = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 IMAGE_CACHE_VARIABLE = "SGLANG_VLM_CACHE_SIZE_MB"  # of what images became, which outlives the weights that it came from
 
@@ -88,6 +90,11 @@ def check_options(options: argparse.Namespace) -> None:
         raise ConfigError(
             "allow_auto_truncate must be off: got on, which cuts prompts without saying so. Remove it from the sglang "
             "block."
+        )
+    if getattr(options, "enable_memory_saver", False) and importlib.util.find_spec(_MEMORY_SAVER) is None:
+        raise ConfigError(
+            f"{_MEMORY_SAVER} must be installed beside SGLang for enable_memory_saver, by which a server gives a GPU's "
+            f"memory back: got none in {sys.executable}. Run `pip install torch-memory-saver` there, which needs CUDA."
         )
     if os.environ.get(IMAGE_CACHE_VARIABLE, "0") != "0":
         raise ConfigError(

@@ -15,11 +15,7 @@ import torch
 import torch.distributed as dist
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_world_group
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_reload,
@@ -28,7 +24,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from arealite.utils.fingerprint import differing, fingerprints
-from arealite.utils.weight_transfer import BroadcastGroup, close_group, join_group, receive_bucket
+from arealite.utils.weight_transfer import BroadcastGroup, are_of_one_update, close_group, join_group, receive_bucket
 
 BACKEND = "arealite"  # name of the engine in vLLM's --weight-transfer-config
 _log = logging.getLogger(finalize_layerwise_reload.__module__)
@@ -36,7 +32,7 @@ _log = logging.getLogger(finalize_layerwise_reload.__module__)
 
 @dataclass
 class GroupInfo(WeightTransferInitInfo):
-    """The broadcast group to join; worker `i` of this server is rank `rank_offset + i`."""
+    """A broadcast group to join, that of one sender; worker `i` of this server is rank `rank_offset + i`."""
 
     master_address: str
     master_port: int
@@ -54,26 +50,28 @@ class BucketInfo(WeightTransferUpdateInfo):
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
+    group_name: list[str]  # of each tensor
 
 
 class BroadcastWeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
-    """Receives buckets from rank 0 of a broadcast group into one worker's model."""
+    """Receives buckets from the senders of an update, each rank 0 of a broadcast group, into one worker's model."""
 
     init_info_cls = GroupInfo
     update_info_cls = BucketInfo
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._group: BroadcastGroup | None = None
+        self._groups: dict[str, BroadcastGroup] = {}
         self.received: dict[str, str] = {}  # fingerprint of each tensor, of the last update that brought it
         self._num_received = 0  # tensors of this update
 
     def init_transfer_engine(self, init_info: GroupInfo) -> None:
-        """Join a group, leaving the old one."""
-        self.shutdown()
+        """Join a group; leave those of another update."""
+        if not are_of_one_update(init_info.group_name, *self._groups):
+            self.shutdown()
         with self._failing_together():
             parallel = self.parallel_config
-            self._group = join_group(
+            self._groups[init_info.group_name] = join_group(
                 init_info.master_address,
                 init_info.master_port,
                 init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank,
@@ -97,10 +95,12 @@ class BroadcastWeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
 
     def receive_weights(self, update_info: BucketInfo) -> None:
         """Receive the tensors, record their fingerprints and load them."""
-        if self._group is None:
-            raise ConnectionError("a broadcast group must be open: got none. POST /init_weight_transfer_engine first.")
+        if missing := set(update_info.group_name) - self._groups.keys():
+            raise ConnectionError(
+                f"a broadcast group must be open: got {', '.join(missing)}. POST /init_weight_transfer_engine first."
+            )
         specs = zip(update_info.names, update_info.shapes, update_info.dtypes, strict=True)
-        bucket = receive_bucket(self._group, specs)
+        bucket = receive_bucket([self._groups[name] for name in update_info.group_name], specs)
         self.received |= fingerprints(bucket)
         self._num_received += len(bucket)
         self.model.load_weights(bucket.items())
@@ -141,10 +141,9 @@ class BroadcastWeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
                 raise RuntimeError(cause) from error
 
     def shutdown(self) -> None:
-        """Leave the group. Idempotent."""
-        if self._group is not None:
-            close_group(self._group)
-            self._group = None
+        """Leave the groups. Idempotent."""
+        while self._groups:
+            close_group(self._groups.popitem()[1])
 
 
 class WorkerExtension:

@@ -23,8 +23,10 @@ from arealite.launcher.plan.plan import Run, checked_plan, entry_script, trains
 from arealite.launcher.supervise.preflight import preflight
 from arealite.launcher.supervise.supervisor import CONFIG_FAILED, NODE_LOST, Supervisor, pause_s
 from arealite.utils.files import empty_folder, file_lock, write_atomically, writing
+from arealite.utils.garbage import skip_last_collection
 from arealite.utils.registry import Registry
 from arealite.utils.secret import ensure_secret
+from arealite.utils.usage import Parser
 
 _LOCK_TIMEOUT_S = 5.0  # how long another launcher of the same run may take to end
 EPILOG = (
@@ -56,7 +58,7 @@ def command(
 ) -> int:
     """Parse the command line that all launchers have, check it and return what `act` makes of it, or 2 for a
     ConfigError, which is printed; `flags` are more than `--dry-run`."""
-    parser = argparse.ArgumentParser(prog=f"python3 -m {prog}", description=description, epilog=epilog)
+    parser = Parser(prog=f"python3 -m {prog}", description=description, epilog=epilog)
     parser.add_argument("entry", help="script with the training loop, e.g. examples/arealite/gsm8k_grpo.py")
     parser.add_argument("--config", metavar="FILE.yaml", required=True, help="config of the experiment")
     parser.add_argument("--dry-run", action="store_true", help="print what would run where, and start nothing")
@@ -64,11 +66,18 @@ def command(
         parser.add_argument(flag, action="store_true", help=text)
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys of the experiment to change")
     args, unknown = parser.parse_known_intermixed_args(argv)
+    skip_last_collection()
     try:
         require_linux()
         script, words = entry_script(args.entry), ["--config", args.config, *unknown, *args.overrides]
         config = load_run_config(words, script)
-        run = Run(config, checked_plan(config), script, words)
+        plan = checked_plan(config)
+        run = Run(config, plan, script, words)
+        if plan.takes_turns and prog != "arealite.launcher.local":
+            raise ConfigError(
+                f"servers on the trainer's devices must be started by arealite.launcher.local: got {prog}, whose jobs "
+                f"have devices of their own, and {config.allocation}. Use that one, or write '+' in allocation_mode."
+            )
         if args.dry_run:
             preflight(run, is_dry_run=True)
         return act(run, args)

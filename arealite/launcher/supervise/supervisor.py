@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from arealite.api.errors import ConfigError
-from arealite.api.pages import TROUBLESHOOTING, more
 from arealite.inference.backends import kind_of
 from arealite.launcher.place.base import Job, NodeLostError, Place, Slot
 from arealite.launcher.plan.jobs import server_job, trainer_job
@@ -24,6 +23,7 @@ from arealite.launcher.plan.plan import Placement, Run, setup_timeout_s, trains
 from arealite.launcher.plan.servers import foreign_servers
 from arealite.launcher.supervise.console import Console, Output
 from arealite.utils import trace
+from arealite.utils.doc_pages import TROUBLESHOOTING, more
 from arealite.utils.environment import REGISTRY_VARIABLE, SECRET_VARIABLE, SERVER_ADDRS_VARIABLE
 from arealite.utils.files import read_jsonl
 from arealite.utils.heartbeat import FOLDER_VARIABLE, NAME_VARIABLE, PERIOD_S
@@ -41,6 +41,8 @@ _PAGES = {
     STALLED: "stalls.md",
     NODE_LOST: "cluster.md",
 }
+_KILLED = f"{TROUBLESHOOTING}#a-process-is-killed"
+_NO_MEMORY = "memory ran out (the node's, or what its container or job may use)"
 _GRACE_S = 5.0
 _CLEAN_UP_S = 15.0
 _WORD_S = 10.0  # between two words on what is waited for
@@ -80,6 +82,14 @@ class ExitReason:
         return self.status == 1
 
     @property
+    def page(self) -> str:
+        """Which page says more; empty where the program's own last words do."""
+        if _NO_MEMORY in self.reason:
+            return f"{TROUBLESHOOTING}#out-of-memory"
+        is_killed = self.output is not None and self.status > 128
+        return _PAGES.get(self.status, _KILLED if is_killed else "")
+
+    @property
     def is_consequence(self) -> bool:
         """Whether a rank failed because its connection to another one ended."""
         return self.output is not None and any(_LOST_PEER.search(line) for line in self.output.tail)
@@ -107,6 +117,7 @@ class Supervisor:
         self._closing: list[asyncio.Task[None]] = []  # of slots whose jobs have ended
         self._addresses = {address: address for address in foreign_servers(run.config)}  # of servers once ready
         self._server_names = [one.name for one in run.plan.servers]
+        self._are_servers_ready = asyncio.Event()
         publishing = run.plan.placements if run.plan.servers and kind_of(run.config).is_embedded else run.plan.trainers
         self._expected = [one.name for one in publishing]  # will tell the stall watch what they do
         self._num_output_bytes = 0
@@ -148,7 +159,7 @@ class Supervisor:
                     self._console.line(f"    {line}")
                 self._say(f"the whole log of {output.name}: {output.path}")
             if not (output and any(line.startswith("  more: ") for line in output.tail)):
-                for line in more(_PAGES.get(reason.status, "")):
+                for line in more(reason.page):
                     self._say(line.strip())
             if self._signal.done() and self._plan.trainers:
                 self._say_what_is_kept()
@@ -209,9 +220,10 @@ class Supervisor:
     # Watching
 
     async def _serve(self, placement: Placement, slot: Slot) -> ExitReason:
-        """Run a server, again when it ends after it was ready, and return what ends the run."""
+        """Run a server, again if it ends once ready and no rank may use its memory, and return what ends the run."""
         name, was_ready = placement.name, False
         num_restarts, progress = 0, self._run.folder.newest_checkpoint
+        max_restarts = 0 if self._plan.takes_turns else self._config.launcher.server_restarts
         while True:
             job = server_job(self._config, placement, slot.address, slot.gpus)
             running = self._loop.create_task(self._run_job(slot, job))
@@ -234,10 +246,10 @@ class Supervisor:
             self._registry.remove(name)
             if self._run.folder.newest_checkpoint > progress:
                 num_restarts, progress = 0, self._run.folder.newest_checkpoint
-            if not was_ready or num_restarts == self._config.launcher.server_restarts:
+            if not was_ready or num_restarts == max_restarts:
                 break
             num_restarts += 1
-            self._say(f"{ended}; starting it again ({num_restarts} of {self._config.launcher.server_restarts})")
+            self._say(f"{ended}; starting it again ({num_restarts} of {max_restarts})")
             await asyncio.sleep(pause_s(num_restarts))
             try:
                 (slot,) = await self._place.take([placement])
@@ -268,12 +280,16 @@ class Supervisor:
         self._addresses[name] = record.address
         self._say(f"{name} is ready at {record.address} after {time.monotonic() - started:.1f} s")
         addresses = [self._addresses.get(name, "") for name in self._server_names]
+        if all(addresses):
+            self._are_servers_ready.set()
         if not self._plan.trainers and all(addresses):
             secret = f"{SECRET_VARIABLE}=$(cat {self._run.folder.secret})"
             self._say(f"servers only, until Ctrl-C: export {secret} {SERVER_ADDRS_VARIABLE}={','.join(addresses)}")
 
     async def _train(self, slots: Mapping[Placement, Slot], *, is_restart: bool) -> ExitReason:
         """Run all ranks; the first failure that no other rank caused counts."""
+        if self._plan.takes_turns:  # servers measure how much memory is free, and whoever is late ends the run
+            await self._are_servers_ready.wait()
         first_slot = slots[self._plan.trainers[0]]
         master = first_slot.address, first_slot.port
 
@@ -335,8 +351,7 @@ class Supervisor:
     def _describe(self, status: int) -> str:
         """Say how a job ended; of other nodes, only Slurm and Ray know whether memory was the reason."""
         is_oom = status == 128 + signal.SIGKILL and num_oom_kills() > self._num_oom_kills
-        why = ", because memory ran out (the node's, or what its container or job may use)" if is_oom else ""
-        return describe_exit(status) + why
+        return describe_exit(status) + (f", because {_NO_MEMORY}" if is_oom else "")
 
     async def _run_job(self, slot: Slot, job: Job) -> int:
         """Run a job on a slot to its end; a cancelled one is ended by `_stop`."""
@@ -403,10 +418,9 @@ class Supervisor:
         self._say((f"stopped after step {steps[-1]}" if steps else "stopped before the first step was done") + report)
         if folder.newest_checkpoint < 0:
             self._say(f"nothing is kept to continue from (recover.mode={mode}): the same command starts again")
-        elif mode in ("auto", "resume"):
-            self._say(f"the same command continues from step {folder.newest_checkpoint + 1}")
         else:
-            self._say(f"recover.mode=auto continues from step {folder.newest_checkpoint + 1}")
+            what = "the same command" if mode in ("auto", "resume") else "recover.mode=auto"
+            self._say(f"{what} continues from step {folder.newest_checkpoint + 1}")
 
     async def _stop(self) -> None:
         """End all jobs: by SIGTERM, after a grace by SIGKILL; then what they left behind if a guard was killed."""

@@ -10,7 +10,7 @@ import json
 import shutil
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,7 @@ class RolloutStore:
         batch = self._num_batches[path]
         self._num_batches[path] += 1
         with writing(path, pa.ArrowException):
-            write_batch(path / f"{batch}.parquet", _promoted([self._table(one, step) for one in episodes]), step)
+            write_batch(path / f"{batch}.parquet", _promoted(self._tables(episodes, step)), step)
 
     def _write_update(
         self, path: Path, updates: Sequence[Update], is_whole: list[bool], previous: Future[None]
@@ -115,11 +115,18 @@ class RolloutStore:
         with writing(batch, pa.ArrowException):
             write_update(batch, updates, is_whole)
 
-    def _table(self, one: Episode, step: int | None) -> pa.Table:
+    def _tables(self, episodes: list[Episode], step: int | None) -> list[pa.Table]:
+        """Return the rows of a batch: one table of all episodes in turn whose tensors have the same dtypes."""
         share = 1.0 if step is None else self._stored_share
-        if one.table is not None:
-            return one.table
-        return table_of(one, one.trajectory, self._tokenizer_of(one.prompt.workflow), share)
+        tables = []
+        for kind, alike in itertools.groupby(episodes, _kind):
+            some = list(alike)
+            if kind is None:
+                tables += [one.table for one in some]
+                continue
+            tokenizers = [self._tokenizer_of(one.prompt.workflow) for one in some]
+            tables.append(table_of(some, [one.trajectory for one in some], tokenizers, share))
+        return tables
 
     def _tokenizer_of(self, workflow: object) -> Any:
         """Return a copy of the workflow's tokenizer for this thread: a tokenizer must not serve two."""
@@ -131,29 +138,52 @@ class RolloutStore:
         return self._tokenizers[id(original)][1]
 
 
-def table_of(one: Episode, trajectory: TensorDict, tokenizer: Any, stored_share: float) -> pa.Table:
-    """Return the rows of an episode without what is known when they are written; `read_batches` inverts it."""
-    trajectory = trajectory.detach().cpu()
-    num_rows, prompt_id = trajectory.batch_size[0], str(one.prompt_id)
+def table_of(
+    episodes: Sequence[Episode], trajectories: Sequence[TensorDict], tokenizers: Sequence[Any], stored_share: float
+) -> pa.Table:
+    """Return the rows of episodes without what is known when they are written; `read_batches` inverts it.
+
+    Their trajectories have the same keys and dtypes.
+    """
+    sizes = [one.batch_size[0] for one in trajectories]
+
+    def of_rows(values: Iterable[Any]) -> list[Any]:
+        return [value for value, size in zip(values, sizes, strict=True) for _ in range(size)]
+
+    all_rows = concat_padded_tensors([one.exclude(_NOT_STORED) for one in trajectories]).detach()
+    places = [row for size in sizes for row in range(size)]
     columns = {
-        "prompt_id": [prompt_id] * num_rows,
-        "row": range(num_rows),
-        "num_rows": [num_rows] * num_rows,
-        "sample": trajectory["sample_index"].tolist() if "sample_index" in trajectory else range(num_rows),
-        "attempt": [one.attempt] * num_rows,
-        "reward": _array(trajectory["rewards"], None),
-        "server": [",".join(sorted(one.servers))] * num_rows,
+        "prompt_id": of_rows(str(one.prompt_id) for one in episodes),
+        "row": places,
+        "num_rows": of_rows(sizes),
+        "sample": all_rows["sample_index"].tolist() if "sample_index" in all_rows else places,
+        "attempt": of_rows(one.attempt for one in episodes),
+        "reward": _array(all_rows["rewards"], None),
+        "server": of_rows(",".join(sorted(one.servers)) for one in episodes),
     }
-    tensors = dict(sorted(trajectory.exclude(_NOT_STORED).items()))
-    is_whole = _is_whole(prompt_id, stored_share)
-    kept = trajectory if is_whole else trajectory[:0]  # for the types: other tools want the same columns in every file
-    rows = {key: _array(kept[key], real_entries(kept, key)) for key in tensors.keys() - {"attention_mask"}}
-    stored = {"segments": pa.array(_segments(tokenizer, rows), _SEGMENTS)} | {key: rows[key] for key in PER_TOKEN}
+    is_whole = of_rows(_is_whole(str(one.prompt_id), stored_share) for one in episodes)
+    kept = all_rows if all(is_whole) else all_rows[torch.tensor(is_whole)]
+    rows = {key: _array(kept[key], real_entries(kept, key)) for key in set(kept.keys()) - {"attention_mask"}}
+    texts = _segments(itertools.compress(of_rows(tokenizers), is_whole), rows)
+    stored = {"segments": pa.array(texts, _SEGMENTS)} | {key: rows[key] for key in PER_TOKEN}
     if more := sorted(rows.keys() - {*PER_TOKEN, "rewards"}):
         stored["more"] = pa.StructArray.from_arrays([rows[key] for key in more], more)
-    columns |= stored if is_whole else {name: pa.nulls(num_rows, array.type) for name, array in stored.items()}
-    dtypes = {key: str(tensor.dtype).removeprefix("torch.") for key, tensor in tensors.items()}
-    return pa.table(columns, metadata={_DTYPES: json.dumps(dtypes)})
+    if not all(is_whole):  # rows that are not stored have no values, but the types of those that are
+        ranks = itertools.count()
+        taken = pa.array([next(ranks) if is_stored else None for is_stored in is_whole], pa.int64())
+        stored = {name: array.take(taken) for name, array in stored.items()}
+    return pa.table(columns | stored, metadata={_DTYPES: json.dumps(_dtypes(trajectories[0]))})
+
+
+def _dtypes(trajectory: TensorDict) -> dict[str, str]:
+    """Return the names of the dtypes of what is stored, by key."""
+    tensors = sorted((key, tensor) for key, tensor in trajectory.items() if key != _NOT_STORED)
+    return {key: str(tensor.dtype).removeprefix("torch.") for key, tensor in tensors}
+
+
+def _kind(one: Episode) -> dict[str, str] | None:
+    """Return what episodes of one table have in common; None for one that has a table of its own."""
+    return None if one.table is not None else _dtypes(one.trajectory)
 
 
 def _is_whole(prompt_id: str, stored_share: float) -> bool:
@@ -272,16 +302,17 @@ def _lists(lengths: np.ndarray[Any, Any], values: pa.Array) -> pa.Array:
     return pa.ListArray.from_arrays(np.concatenate([[0], lengths.cumsum()]).astype(np.int32), values)
 
 
-def _segments(tokenizer: Any, rows: Mapping[str, pa.Array]) -> list[list[dict[str, str]] | None]:
+def _segments(tokenizers: Iterable[Any], rows: Mapping[str, pa.Array]) -> list[list[dict[str, str]] | None]:
     """Return the texts of each row, in turn what was given and what was sampled."""
-    if tokenizer is None:
-        return [None] * len(rows["input_ids"])
     found: list[list[dict[str, str]] | None] = []
-    for tokens, loss_mask in zip(rows["input_ids"].to_pylist(), rows["loss_mask"].to_pylist()):
-        segments, start = [], 0
-        for is_sampled, run in itertools.groupby(map(bool, loss_mask)):
+    for tokenizer, tokens, loss_mask in zip(tokenizers, rows["input_ids"], rows["loss_mask"], strict=True):
+        if tokenizer is None:
+            found.append(None)
+            continue
+        segments, start, ids = [], 0, tokens.as_py()
+        for is_sampled, run in itertools.groupby(map(bool, loss_mask.as_py())):
             end = start + len(list(run))
-            text = tokenizer.decode(tokens[start:end]).encode(errors="replace").decode()  # no half characters
+            text = tokenizer.decode(ids[start:end]).encode(errors="replace").decode()  # no half characters
             segments.append({"sampled" if is_sampled else "given": text})
             start = end
         found.append(segments)

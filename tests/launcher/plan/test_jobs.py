@@ -252,6 +252,39 @@ def test_a_server_in_the_trainers_process(load, monkeypatch):
     assert load("allocation_mode=lite.d1+d1", "actor.path=tiny").rollout.colocated is None
 
 
+def test_servers_that_sleep_on_the_trainers_gpus(load, server_python, nvidia_smi):
+    """They can give memory back, and leave some to the trainer that is there when they are awake."""
+    words = ["actor.path=tiny", "cluster.n_gpus_per_node=2", f"launcher.server_python={server_python}"]
+    config = load("allocation_mode=sglang.d2|d2", *words)
+    assert config.rollout.servers_sleep and config.rollout.weight_update == "disk"
+    plan = plan_of(config)
+    assert [(one.name, one.devices) for one in plan.placements] == [
+        *(("server-0", (0,)), ("server-1", (1,))),
+        *(("trainer-0", (0,)), ("trainer-1", (1,))),
+    ]
+    (job, _), lines = server_jobs(config), list(plan_lines(Run(config, plan, Path("x.py"), []), by="local"))
+    assert {"--enable-memory-saver": "", "--mem-fraction-static": "0.5"}.items() <= flags_of(program(job)).items()
+    assert job.env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
+    assert not any("stay idle" in line for line in lines)
+    assert plan.takes_turns and not plan_of(load("allocation_mode=sglang.d1+d1", *words)).takes_turns
+    assert not plan_of(load("allocation_mode=sglang.d2|d2", *words, "rollout.replay_from=run")).takes_turns
+    config = load("allocation_mode=vllm.d1t2|d2", *words, "vllm.gpu_memory_utilization=0.3")
+    assert [one.devices for one in plan_of(config).placements] == [(0, 1), (0,), (1,)]
+    (job,) = server_jobs(config)
+    assert {"--enable-sleep-mode": "", "--gpu-memory-utilization": "0.3"}.items() <= flags_of(program(job)).items()
+
+
+@pytest.mark.parametrize("name", ["sglang", "vllm"])
+def test_servers_that_sleep_on_a_cpu_save_no_memory(load, server_python, name):
+    """They refuse the flags there, but not the calls."""
+    words = "actor.path=tiny", f"launcher.server_python={server_python}"
+    (job,) = server_jobs(load(f"allocation_mode={name}.d1|d1", *words))
+    assert {"--enable-memory-saver", "--enable-sleep-mode", "--mem-fraction-static"}.isdisjoint(program(job))
+    (other,) = server_jobs(load(f"allocation_mode={name}.d1+d1", *words))
+    assert "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION" not in other.env
+    assert load(f"allocation_mode={name}.d1+d1", *words).rollout.weight_update == "broadcast"
+
+
 @pytest.mark.parametrize("mode, servers, ranks", [("d3", 0, 3), ("lite.d2", 2, 0), ("lite.d2+eval", 2, 1)])
 def test_one_sided_allocations(load, mode, servers, ranks):
     plan = plan_of(load(f"allocation_mode={mode}", f"{'model' if mode == 'd3' else 'actor'}.path=tiny"))
@@ -291,7 +324,7 @@ def test_one_sided_allocations(load, mode, servers, ranks):
         (["model.path=tiny", "allocation_mode=lite.d1|d1"], "Write allocation_mode=d1p1t1"),
         (
             ["actor.path=tiny", "allocation_mode=lite.d1|d1", "rollout.server_addrs=[h:1]"],
-            "server_addrs must be empty with allocation_mode=lite.d1p1t1|d1p1t1: got h:1.",
+            "server_addrs must be left out with allocation_mode=lite.d1p1t1|d1p1t1, whose servers are ours: got h:1.",
         ),
         (
             ["actor.path=tiny", "allocation_mode=lite.d1|d1", "rollout.weight_update=disk"],
@@ -300,6 +333,29 @@ def test_one_sided_allocations(load, mode, servers, ranks):
         (
             ["actor.path=tiny", "allocation_mode=lite.d1|d1", "workers.actor.ranks=1"],
             "workers must be left out with allocation_mode=lite.d1p1t1|d1p1t1",
+        ),
+        (
+            ["actor.path=tiny", "allocation_mode=sglang.d1|d1", "rollout.weight_update=broadcast"],
+            "as NCCL refuses two ranks on one GPU: got broadcast",
+        ),
+        (
+            ["actor.path=tiny", "allocation_mode=sglang.d1|d1", "rollout.weight_update_senders=1"],
+            "weight_update_senders must be left out with allocation_mode=sglang.d1p1t1|d1p1t1, as NCCL refuses",
+        ),
+        (
+            ["actor.path=tiny", "allocation_mode=vllm.d1|d1", "rollout.pause_mode=retract"],
+            "whose servers sleep when nothing runs: got retract",
+        ),
+        (
+            [
+                *("actor.path=tiny", "allocation_mode=sglang.d1|d1", "sglang.enable_memory_saver=false"),
+                "cluster.n_gpus_per_node=1",
+            ],
+            "got enable_memory_saver. Remove",
+        ),
+        (
+            ["actor.path=tiny", "allocation_mode=sglang.d2|d2", "cluster.n_gpus_per_node=1"],
+            "which needs 2 GPUs, and 1 x 1",
         ),
         (["model.path=tiny", "allocation_mode=d1", "cluster.n_nodes=2"], "cluster.n_nodes must be 1"),
         (

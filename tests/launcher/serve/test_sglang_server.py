@@ -75,6 +75,16 @@ def test_a_cache_of_images_that_outlives_their_weights_is_refused(monkeypatch: p
     check_options(options(1, 0, None, 1))
 
 
+def test_memory_is_given_back_only_where_the_package_for_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    flags = options(1, 0, None, 1)
+    flags.enable_memory_saver = True
+    with pytest.raises(ConfigError, match=r"^torch_memory_saver must be installed beside SGLang for enable_memory_s"):
+        check_options(flags)
+    (tmp_path / "torch_memory_saver.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    check_options(flags)
+
+
 def test_an_interpreter_without_sglang_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--check", "--model-path", "m"]) == 2
     told = capsys.readouterr()

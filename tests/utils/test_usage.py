@@ -1,0 +1,52 @@
+"""Usage errors of our command lines name the page that says more."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+import arealite
+from arealite.utils.doc_pages import more
+from arealite.utils.usage import PAGE, Parser
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "told"),
+    [
+        ("arealite.cli.main", "reprot runs/a", "arealite: error: argument COMMAND: invalid choice: 'reprot'"),
+        ("arealite.cli.main", "view runs/a --prot 1", "arealite: error: unrecognized arguments: --prot 1"),
+        ("arealite.cli.main", "", "arealite: error: the following arguments are required: COMMAND"),
+        ("arealite.cli.main", "replay runs/a --step x", "arealite replay: error: argument --step: invalid int value"),
+        ("arealite.cli.main", "init a --template rlvrr", "arealite init: error: argument --template: invalid choice"),
+        ("arealite.cli.main", "train --model a --model b", "arealite train: error: --model must be given once"),
+        (
+            "arealite.launcher.local",
+            "train.py",
+            ".local: error: the following arguments are required: --config",
+        ),
+        ("arealite.server.__main__", "--slot 1", "python -m arealite.server: error: the following arguments are req"),
+    ],
+)
+def test_a_usage_error_ends_with_its_page(
+    program: str, words: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(program).main(words.split())
+    *usage, sentence, page = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and usage[0].startswith("usage: ")
+    assert told in sentence and [page] == more(PAGE) and page.endswith("(A command line is refused)")
+    near = {"reprot": "report", "rlvrr": "rlvr"}
+    assert all(sentence.endswith(f". Did you mean {one}?") for typo, one in near.items() if typo in words)
+
+
+def test_every_command_line_of_users_is_such_a_parser() -> None:
+    package = Path(arealite.__file__).parent
+    others = {
+        file.relative_to(package).as_posix()
+        for file in package.rglob("*.py")
+        if "argparse.ArgumentParser(" in file.read_text()
+    }
+    assert others == {"launcher/place/relay.py"}, "which launchers start"
+    assert Parser(prog="p").add_subparsers().add_parser("q").error.__func__ is Parser.error
