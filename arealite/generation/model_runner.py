@@ -37,6 +37,9 @@ class ModelRunner:
         self.device = model.device
         self.deterministic = deterministic
         self._parameters = dict(model.named_parameters())
+        for parameter in self._parameters.values():
+            if parameter.data_ptr() % 64:  # as mapped from a file: some matrix products then round otherwise, or take longer
+                parameter.data = parameter.data.clone()
         self._shared: set[str] = set()  # parameters whose storage is someone else's
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         every_parameter = dict(model.named_parameters(remove_duplicate=False))
