@@ -65,7 +65,7 @@ class GroupSpec:
     gpus: float
     memory: int  # bytes
     num_threads: int
-    env: Mapping[str, str]  # may hold secrets
+    env: Mapping[str, str] = field(repr=False)  # may hold secrets
     log_folder: Path
     call_timeout_s: float
     max_restarts: int  # between two checkpoints

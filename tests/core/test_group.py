@@ -327,3 +327,7 @@ def test_who_waits_for_pieces_that_nobody_will_make_again_learns_why() -> None:
     with pytest.raises(GroupLostError, match="the group is lost"):
         reply.pieces.result()
     assert reply.values.result() == []
+
+
+def test_the_variables_of_workers_may_be_secret_and_are_not_shown(tmp_path: Path) -> None:
+    assert PATHS not in repr(spec_of("actor", tmp_path / "logs"))

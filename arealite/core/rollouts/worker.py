@@ -8,7 +8,7 @@ import dataclasses
 import os
 import traceback
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class RolloutSpec:
     config: InferenceEngineConfig
     make_workflow: Callable[[], RolloutWorkflow]
     should_accept: ShouldAccept | None
-    env: Mapping[str, str]  # may hold secrets
+    env: Mapping[str, str] = field(repr=False)  # may hold secrets
     log_folder: Path
     max_restarts: int  # between two checkpoints
 
