@@ -38,7 +38,7 @@ class ModelRunner:
         self.deterministic = deterministic
         self._parameters = dict(model.named_parameters())
         for parameter in self._parameters.values():
-            if parameter.data_ptr() % 64:  # as mapped from a file: some matrix products then round otherwise, or take longer
+            if parameter.data_ptr() % 64:  # as mapped from a file; some matrix products round by it
                 parameter.data = parameter.data.clone()
         self._shared: set[str] = set()  # parameters whose storage is someone else's
         names = {id(parameter): name for name, parameter in self._parameters.items()}
