@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
 from arealite.algorithms.logprobs import LazyLogits
 from arealite.engine.vision import decoder_states
@@ -61,7 +62,7 @@ def _probe(model: PreTrainedModel) -> tuple[float, float | None]:
         seen.append(inputs)
         return raw.clone()
 
-    decoder.forward, layer.forward = lambda *_, **__: _Outputs([hidden]), read_probe
+    decoder.forward, layer.forward = lambda *_, **__: _Outputs(last_hidden_state=hidden), read_probe
     try:
         with torch.no_grad():
             logits = model(inputs_embeds=hidden, use_cache=False).logits
@@ -78,12 +79,8 @@ def _probe(model: PreTrainedModel) -> tuple[float, float | None]:
     return scale, softcap
 
 
-class _Outputs(list[torch.Tensor]):
-    """Outputs of a decoder, of which there are only the hidden states."""
-
-    @property
-    def last_hidden_state(self) -> torch.Tensor:
-        return self[0]
+class _Outputs(BaseModelOutput):
+    """Outputs of any decoder, of which there are only the hidden states; models unpack them as a mapping, too."""
 
     def __getattr__(self, name: str) -> None:
         return None
