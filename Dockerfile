@@ -2,10 +2,13 @@
 #
 #     docker build -t arealite .
 #     docker run --rm -it --init -v "$PWD:/work" arealite quickstart
+#
+# `--build-arg TORCH_INDEX=` takes torch from the default index, as where PyTorch's can't be reached.
 FROM python:3.11-slim
 ENV HF_HOME=/work/.huggingface
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 COPY . /arealite
-RUN pip install --no-cache-dir -c /arealite/constraints-cpu.txt --index-url https://download.pytorch.org/whl/cpu torch \
+RUN pip install --no-cache-dir -c /arealite/constraints-cpu.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch \
     && pip install --no-cache-dir -c /arealite/constraints-cpu.txt "/arealite[lora]" "openai>=3.0,<4" pytest
 WORKDIR /work
 ENTRYPOINT ["arealite"]
