@@ -7,8 +7,9 @@
 `pack_ms` is both.
 Lengths: `lognormal` with a mean of 2,048 (sigma 0.8, at most 8,192), or `half`, 5,300 each: no two fit together.
 
-`deal`: groups of 8 lognormal completions over ranks that meet at every optimizer step. `useful` is the share of their
-time in which ranks compute, if time is tokens: mean and least over the rounds, each with lengths of its own.
+`deal`: groups of 8 lognormal completions over ranks that meet at every optimizer step; `deal rows`: a batch of
+demonstrations. `useful` is the share of their time in which ranks compute, if time is tokens: mean and least over the
+rounds, each with lengths of its own.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch
 from circumstances import circumstances
 from tensordict import TensorDict
 
+from arealite.dataset.loader import PromptLoader, sft_batches
 from arealite.rollout.trajectory import split_batch
 from arealite.utils.tensors import count_micro_batches, pack_rows, split_rows, unit_lengths
 
@@ -34,6 +36,8 @@ MAX_TOKENS = 10_240
 MEAN, SIGMA, LONGEST = 2048, 0.8, 8192
 DEALS = ((2, 4, 64), (4, 4, 256), (8, 4, 256), (16, 4, 256), (8, 1, 256))
 """Ranks, minibatches and groups."""
+ROW_DEALS = ((8, 64), (8, 128), (16, 256))
+"""Ranks and rows."""
 
 
 def lengths_of(kind: str, num_rows: int, draw: random.Random) -> list[int]:
@@ -101,12 +105,27 @@ def deal(num_ranks: int, num_minibatches: int, num_groups: int, rounds: int) -> 
     return {"case": "deal", **sizes, "useful": statistics.fmean(useful), "useful_least": min(useful)}
 
 
+def deal_rows(num_ranks: int, num_rows: int, rounds: int) -> dict[str, Any]:
+    """Deal out demonstrations."""
+    useful = []
+    for seed in range(rounds):
+        lengths = lengths_of("lognormal", num_rows, random.Random(seed))
+        rows = [{"input_ids": [0] * length, "loss_mask": [1] * length} for length in lengths]
+        of_ranks = (sft_batches(PromptLoader(rows, num_rows), 0, rank, num_ranks) for rank in range(num_ranks))
+        loads = [next(batches)["attention_mask"].sum().item() for batches in of_ranks]
+        useful.append(sum(loads) / (num_ranks * max(loads)))
+    sizes = {"ranks": num_ranks, "rows": num_rows}
+    return {"case": "deal rows", **sizes, "useful": statistics.fmean(useful), "useful_least": min(useful)}
+
+
 def measured(num_rows: int, rounds: int) -> Iterator[dict[str, Any]]:
     """Measure one case after the other."""
     for kind in ("lognormal", "half"):
         yield pack(kind, num_rows, rounds)
     for sizes in DEALS:
         yield deal(*sizes, rounds)
+    for num_ranks, num_in_batch in ROW_DEALS:
+        yield deal_rows(num_ranks, num_in_batch, rounds)
 
 
 def main() -> None:

@@ -1,12 +1,14 @@
 import itertools
+import random
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tensordict import TensorDict
 
 from arealite.api.io_struct import PromptId
-from arealite.dataset.loader import PromptLoader, sft_batches, sft_collate
+from arealite.dataset.loader import PromptLoader, pair_batches, sft_batches, sft_collate
 
 
 def dataset(size: int) -> list[dict[str, int]]:
@@ -170,6 +172,36 @@ def test_a_last_batch_of_fewer_rows_than_ranks_leaves_some_without() -> None:
     assert [[batch.batch_size[0] for batch in share] for share in shares] == [[2, 1, 2], [2, 0, 2]]
     assert shares[0][1]["input_ids"].tolist() == [[5, 4]]
     assert set(shares[1][1].keys()) == {"input_ids", "loss_mask", "attention_mask"}
+
+
+def shares_of(rows: list[dict[str, Any]], make: Any, *, batch_size: int, num_ranks: int) -> list[TensorDict]:
+    loaders = [PromptLoader(rows, batch_size, shuffle=False) for _ in range(num_ranks)]
+    return [next(make(loader, 0, rank, num_ranks)) for rank, loader in enumerate(loaders)]
+
+
+def row_of(number: int, length: int) -> dict[str, list[int]]:
+    return {"input_ids": [number] * length, "loss_mask": [1] * length}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_get_about_equal_tokens(seed: int) -> None:
+    """The share of useful time: tokens over ranks times those of the rank with the most."""
+    draw = random.Random(seed)
+    lengths = [min(4096, 2 + int(draw.lognormvariate(6, 0.8))) for _ in range(128)]
+    rows = [row_of(number, length) for number, length in enumerate(lengths)]
+    shares = shares_of(rows, sft_batches, batch_size=128, num_ranks=8)
+    loads = [int(share["attention_mask"].sum()) for share in shares]
+    assert sum(loads) == sum(lengths) >= 0.95 * 8 * max(loads)
+    dealt = [share["input_ids"][:, 0].tolist() for share in shares]
+    assert sorted(number for numbers in dealt for number in numbers) == list(range(128))
+
+
+def test_pairs_are_dealt_by_the_tokens_of_both_answers() -> None:
+    sizes = [(2, 7), (8, 2), (1, 1), (3, 1)]  # 9, 10, 2 and 4 tokens: 10 + 2 | 9 + 4
+    rows = [{"pair": [row_of(number, length) for length in both]} for number, both in enumerate(sizes)]
+    shares = shares_of(rows, pair_batches, batch_size=4, num_ranks=2)
+    dealt = [list(zip(one["input_ids"][:, 0].tolist(), one["attention_mask"].sum(1).tolist())) for one in shares]
+    assert dealt == [[(1, 8), (1, 2), (2, 1), (2, 1)], [(0, 2), (0, 7), (3, 3), (3, 1)]]
 
 
 def test_collate_pads_on_the_right() -> None:
