@@ -7,9 +7,9 @@
 `pack_ms` is both.
 Lengths: `lognormal` with a mean of 2,048 (sigma 0.8, at most 8,192), or `half`, 5,300 each: no two fit together.
 
-`deal`: groups of 8 lognormal completions over ranks that meet at every optimizer step; `deal rows`: a batch of
-demonstrations. `useful` is the share of their time in which ranks compute, if time is tokens: mean and least over the
-rounds, each with lengths of its own.
+`deal`: groups of 8 lognormal completions over ranks that meet at every optimizer step, in which a share `dead` of the
+groups has no gradient; `deal rows`: a batch of demonstrations. `useful` is the share of their time in which ranks
+compute, if time is tokens: mean and least over the rounds, each with lengths of its own.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ from arealite.utils.tensors import count_micro_batches, pack_rows, split_rows, u
 
 MAX_TOKENS = 10_240
 MEAN, SIGMA, LONGEST = 2048, 0.8, 8192
-DEALS = ((2, 4, 64), (4, 4, 256), (8, 4, 256), (16, 4, 256), (8, 1, 256))
-"""Ranks, minibatches and groups."""
+DEALS = (
+    *((2, 4, 64, 0.0), (4, 4, 256, 0.0), (8, 4, 256, 0.0), (16, 4, 256, 0.0), (8, 1, 256, 0.0)),
+    *((8, 4, 256, 0.3), (8, 4, 256, 0.5), (8, 1, 256, 0.5)),
+)
+"""Ranks, minibatches, groups and the share of dead ones."""
 ROW_DEALS = ((8, 64), (8, 128), (16, 256))
 """Ranks and rows."""
 
@@ -90,18 +93,23 @@ def median_ms(action: Callable[[], object], rounds: int) -> float:
     return statistics.median(found)
 
 
-def deal(num_ranks: int, num_minibatches: int, num_groups: int, rounds: int) -> dict[str, Any]:
+def deal(num_ranks: int, num_minibatches: int, num_groups: int, dead: float, rounds: int) -> dict[str, Any]:
     """Deal out groups."""
     useful = []
     for seed in range(rounds):
-        lengths = torch.tensor(lengths_of("lognormal", 8 * num_groups, random.Random(seed)))
-        columns = {"attention_mask": lengths[:, None], "group_index": torch.arange(num_groups).repeat_interleave(8)}
+        draw = random.Random(seed)
+        lengths = torch.tensor(lengths_of("lognormal", 8 * num_groups, draw))
+        rewards = torch.zeros(num_groups, 8)
+        rewards[:, 0] = torch.tensor([draw.random() >= dead for _ in range(num_groups)])
+        columns = {"attention_mask": lengths[:, None], "rewards": rewards.flatten()}
+        columns["group_index"] = torch.arange(num_groups).repeat_interleave(8)
         shares = split_batch(TensorDict(columns, batch_size=[len(lengths)]), num_ranks, num_minibatches)
         loads = torch.zeros(num_ranks, num_minibatches, dtype=torch.int64)
         for rank, share in enumerate(shares):
-            loads[rank].index_add_(0, share["group_index"] % num_minibatches, share["attention_mask"][:, 0])
+            trained = share["attention_mask"][:, 0] * rewards[share["group_index"], 0].long()
+            loads[rank].index_add_(0, share["group_index"] % num_minibatches, trained)
         useful.append((loads.sum() / (num_ranks * loads.max(dim=0).values.sum())).item())
-    sizes = {"ranks": num_ranks, "minibatches": num_minibatches, "groups": num_groups}
+    sizes = {"ranks": num_ranks, "minibatches": num_minibatches, "groups": num_groups, "dead": dead}
     return {"case": "deal", **sizes, "useful": statistics.fmean(useful), "useful_least": min(useful)}
 
 

@@ -7,6 +7,7 @@ A batch and its split depend on the trajectories, not on timing.
 
 # B rows (samples), S padded tokens
 
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -217,18 +218,20 @@ def split_batch(batch: TensorDict, num_shares: int, num_minibatches: int = 1) ->
     """Split a batch into shares, keeping groups whole and in order; a share may be empty.
 
     Shares have about equal tokens of each minibatch, as ranks wait for each other in every optimizer step; a group is
-    in minibatch `group_index % num_minibatches`, as an actor says.
+    in minibatch `group_index % num_minibatches`, as an actor says. Of groups with and without spread they have about
+    equal tokens each, as a step may leave the latter out.
     """
     if num_shares == 1:
         return [batch]
-    group_index: torch.Tensor = batch["group_index"]
-    tokens_G = torch.zeros(int(group_index.max()) + 1, dtype=torch.int64)
-    tokens_G.index_add_(0, group_index, batch["attention_mask"].sum(1))
-    tokens, num_minibatches = tokens_G.tolist(), min(num_minibatches, len(tokens_G))
+    group_index, rewards_B = batch["group_index"], batch["rewards"]
+    tokens = group_index.bincount(batch["attention_mask"].sum(1)).tolist()
+    one_G = rewards_B.new_zeros(len(tokens)).index_put_((group_index,), rewards_B)  # of any row of each
+    have_spread = set(group_index[rewards_B != one_G[group_index]].tolist())
+    num_minibatches = min(num_minibatches, len(tokens))
     loads = [0] * num_shares
     shares: list[list[int]] = [[] for _ in loads]
-    for first in range(num_minibatches):
-        members = range(first, len(tokens), num_minibatches)
+    for first, is_live in itertools.product(range(num_minibatches), (True, False)):
+        members = [group for group in range(first, len(tokens), num_minibatches) if (group in have_spread) == is_live]
         parts = [[members[i] for i in part] for part in split_balanced([tokens[g] for g in members], num_shares)]
         parts.sort(key=lambda groups: -sum(tokens[g] for g in groups))  # the most to whom has the fewest so far
         for share, groups in zip(sorted(range(num_shares), key=lambda share: loads[share]), parts):

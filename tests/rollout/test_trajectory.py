@@ -68,24 +68,39 @@ def test_every_minibatch_is_dealt_over_the_shares_by_hand() -> None:
     assert shares == [[0, 3], [1, 2]], "9 | 2, then the 8 to the second, which has fewer"
 
 
+def test_groups_with_and_without_spread_are_dealt_apart_by_hand() -> None:
+    batch = assemble_batch([group(index, 2, size) for index, size in enumerate([9, 8, 7, 2, 3])])
+    for index in (1, 2, 3):
+        batch["rewards"][2 * index] += 1
+    # groups 1, 2 and 3 have spread: 14 + 4 | 16 tokens; of the others 6 | 18, the most to the second, which has fewer
+    assert [part["group_index"].unique().tolist() for part in split_batch(batch, 2)] == [[2, 3, 4], [0, 1]]
+
+
 def lognormal_lengths(seed: int, num_groups: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return (7 * torch.randn(num_groups, generator=generator).mul(0.3).exp()).mul(8).int().add(2).tolist()
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_ranks_hardly_wait_for_each_other_in_a_minibatch(seed: int) -> None:
+@pytest.mark.parametrize(("num_dead", "bound"), [(0, 0.97), (30, 0.95)])
+def test_ranks_hardly_wait_for_each_other_in_a_minibatch(seed: int, num_dead: int, bound: float) -> None:
     """The share of useful time: tokens over ranks times those of the rank with the most, minibatch by minibatch."""
     lengths = lognormal_lengths(seed, 64)
-    batch = assemble_batch([group(index, 1, length) for index, length in enumerate(lengths)])
+    batch = assemble_batch([group(index, 2, length) for index, length in enumerate(lengths)])
+    dead = torch.randperm(64, generator=torch.Generator().manual_seed(seed))[:num_dead]
+    batch["rewards"][::2] += 1
+    batch["rewards"][2 * dead] -= 1
+    live = ~torch.isin(batch["group_index"], dead)
 
-    def useful(num_minibatches: int) -> float:
+    def useful(num_minibatches: int, trained: torch.Tensor) -> float:
+        batch["trained"] = batch["attention_mask"].sum(dim=1) * trained
         parts, waited = split_batch(batch, 2, num_minibatches), 0
         for index in range(4):
-            waited += max(int(part["attention_mask"][part["group_index"] % 4 == index].sum()) for part in parts)
-        return sum(lengths) / (2 * waited)
+            waited += max(int(part["trained"][part["group_index"] % 4 == index].sum()) for part in parts)
+        return int(batch["trained"].sum()) / (2 * waited)
 
-    assert useful(4) > 0.97 > useful(1)
+    assert useful(4, live) > bound > useful(1, live)
+    assert useful(4, torch.ones_like(live)) > bound, "nor where groups without spread are trained on"
 
 
 def test_sampling_seeds_differ_by_what_names_a_completion() -> None:
