@@ -45,7 +45,7 @@ from arealite.utils.distributed import join_default_group, leave_default_group
 from arealite.utils.files import file_lock
 from arealite.utils.secret import ensure_secret
 from arealite.utils.sentences import listed
-from arealite.utils.tensors import split_rows, unit_lengths
+from arealite.utils.tensors import split_rows, trimmed_rows, unit_lengths
 
 E = TypeVar("E")
 
@@ -205,7 +205,7 @@ class Workers:
             order = [part[_ROW].tolist() for part in split_batch(numbered, self.num_parts, num_minibatches)]
         else:
             order = split_rows(unit_lengths(batch["attention_mask"]), self.num_parts)
-        parts = [batch[rows] for rows in order] if len(order) > 1 else [batch]
+        parts = [trimmed_rows(batch, rows) for rows in order] if len(order) > 1 else [batch]
         remote = RemoteBatch(order)
         tokens = [key for key in TOKENS if key in batch]
         for keys in (tokens, [key for key in sorted(batch.keys()) if key not in tokens]):

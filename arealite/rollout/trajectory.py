@@ -21,7 +21,7 @@ from arealite.api.errors import TrajectoryError
 from arealite.api.io_struct import MAX_LOGPROB
 from arealite.api.workflow_api import own_metrics, runs_of
 from arealite.utils.images import KEYS
-from arealite.utils.tensors import concat_padded_tensors, split_balanced
+from arealite.utils.tensors import concat_padded_tensors, split_balanced, trimmed_rows
 
 _PER_TOKEN = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
 _KEPT = {"kept_ids", "kept_counts"}
@@ -215,7 +215,8 @@ def assemble_batch(trajectories: Sequence[TensorDict]) -> TensorDict:
 
 
 def split_batch(batch: TensorDict, num_shares: int, num_minibatches: int = 1) -> list[TensorDict]:
-    """Split a batch into shares, keeping groups whole and in order; a share may be empty.
+    """Split a batch into shares, keeping groups whole and in order; a share may be empty, and is as wide as its longest
+    row.
 
     Shares have about equal tokens of each minibatch, as ranks wait for each other in every optimizer step; a group is
     in minibatch `group_index % num_minibatches`, as an actor says. Of groups with and without spread they have about
@@ -237,4 +238,5 @@ def split_batch(batch: TensorDict, num_shares: int, num_minibatches: int = 1) ->
         for share, groups in zip(sorted(range(num_shares), key=lambda share: loads[share]), parts):
             loads[share] += sum(tokens[g] for g in groups)
             shares[share] += groups
-    return [batch[torch.isin(group_index, torch.tensor(groups, dtype=torch.int64))] for groups in shares]
+    are_in = [torch.isin(group_index, torch.tensor(groups, dtype=torch.int64)) for groups in shares]
+    return [trimmed_rows(batch, is_in_B.nonzero()[:, 0].tolist()) for is_in_B in are_in]

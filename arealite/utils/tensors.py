@@ -156,10 +156,27 @@ def real_entries(batch: TensorDict, key: str) -> torch.Tensor | None:
     or has none."""
     tensor, mask_BS = batch[key], batch["attention_mask"].bool()
     if key in RAGGED:
-        counts = batch[RAGGED[key]]
-        counts = counts.prod(-1) if counts.ndim == 3 else counts
-        return torch.arange(tensor.shape[1], device=tensor.device) < counts.sum(dim=1, keepdim=True)
+        return torch.arange(tensor.shape[1], device=tensor.device) < _num_entries(batch[RAGGED[key]])[:, None]
     return mask_BS if _is_per_token(key, tensor, mask_BS.shape[1]) else None
+
+
+def trimmed_rows(batch: TensorDict, row_indices: Sequence[int]) -> TensorDict:
+    """Return the given rows of a padded batch, without the padding that follows the longest of them."""
+    rows, found = torch.tensor(row_indices, dtype=torch.long), {}
+    mask_BS = batch["attention_mask"].index_select(0, rows)
+    width = 1 + np.flatnonzero(mask_BS.any(dim=0).numpy()).max(initial=0)
+    for key, tensor in batch.items():
+        if _is_per_token(key, tensor, mask_BS.shape[1]):
+            tensor = tensor[:, :width]
+        elif key in RAGGED:
+            tensor = tensor[:, : max(_num_entries(batch[RAGGED[key]][rows]).tolist(), default=0)]
+        found[key] = tensor.index_select(0, rows)
+    return TensorDict(found, batch_size=[len(rows)])
+
+
+def _num_entries(counts: torch.Tensor) -> torch.Tensor:
+    """Return the entries `[B]` of the rows of a ragged key from what tells how many a token or an image has."""
+    return (counts.prod(-1) if counts.ndim == 3 else counts).sum(dim=1)
 
 
 def _is_per_token(key: str, tensor: torch.Tensor, length: int) -> bool:

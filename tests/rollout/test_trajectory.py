@@ -40,8 +40,9 @@ def test_a_split_keeps_groups_whole_and_loses_nothing(shapes: list[tuple[int, in
     groups = [set(part["group_index"].tolist()) for part in parts]
     assert sum(len(one) for one in groups) == len(set().union(*groups)) == len(shapes)
     assert all(part["group_index"].tolist() == sorted(part["group_index"].tolist()) for part in parts)
-    joined = torch.cat([part["input_ids"] for part in parts])
-    assert sorted(joined.tolist()) == sorted(batch["input_ids"].tolist())
+    joined = concat_padded_tensors(parts)
+    assert sorted(joined["input_ids"].tolist()) == sorted(batch["input_ids"].tolist())
+    assert all(part["versions"].shape[1] == max([1, *part["attention_mask"].sum(1).tolist()]) for part in parts)
 
 
 @given(sizes=st.lists(st.integers(2, 100), min_size=1, max_size=30), shares=st.integers(1, 8))
