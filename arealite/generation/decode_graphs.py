@@ -11,17 +11,21 @@ from typing import Any
 
 import torch
 
-MAX_LENGTH_STEP = 256
-"""Lengths are rounded up to powers of two, and above this to multiples of it."""
+ROW_STEP, LENGTH_STEP = 16, 256
+"""What numbers of sequences and lengths are rounded to, see `rounded`."""
+MAX_SHAPES = 128
+"""Shapes that are prepared at a time: graphs cost memory, and 64 sequences of 32k tokens have 384 shapes."""
 
 Forward = Callable[[torch.Tensor, int], torch.Tensor]
 """Decodes tokens, positions and rotary positions `[3, n]` over a cache of L tokens; returns logits `[n, V]`."""
 
 
 def rounded(count: int, *, step: int, limit: int) -> int:
-    """Round up to a power of two, above `step` to a multiple of it, but not beyond `limit`."""
-    up = 1 << (count - 1).bit_length() if count <= step else -(-count // step) * step
-    return min(up, limit)
+    """Round up to a power of two, above `step` to a multiple of it and of a sixteenth of that power, but not beyond
+    `limit`."""
+    power = 1 << (count - 1).bit_length()
+    step = max(step, power // 16)
+    return min(power if count <= step else -(-count // step) * step, limit)
 
 
 class FixedShapes:
@@ -34,19 +38,23 @@ class FixedShapes:
         self._inputs_3n = torch.zeros(3, slots, dtype=torch.int64, device=device)
         self._replays: dict[tuple[int, int], Callable[[], torch.Tensor]] = {}
         self._pool: Any = None  # memory that all graphs share
+        self._logits_nV: torch.Tensor | None = None  # so that none keeps its own
 
     def decode(self, inputs_3n: torch.Tensor, length: int) -> torch.Tensor:
         """Decode one token each of slots 0..n-1, which hold at most `length` tokens with it; return `[n, V]`, which the
         next call overwrites."""
         n = inputs_3n.shape[1]
-        num_rows = rounded(n, step=16, limit=self._slots)
-        shape = num_rows, rounded(length, step=MAX_LENGTH_STEP, limit=self._context)
+        num_rows = rounded(n, step=ROW_STEP, limit=self._slots)
+        shape = num_rows, rounded(length, step=LENGTH_STEP, limit=self._context)
         self._inputs_3n[:, :n].copy_(inputs_3n)
         self._inputs_3n[:, n:num_rows] = 0
         self._inputs_3n[1, n:num_rows] = self._context - 1
-        if shape not in self._replays:
-            self._replays[shape] = self._prepared(*shape)
-        return self._replays[shape]()[:n]
+        if (replay := self._replays.pop(shape, None)) is None:
+            if len(self._replays) == MAX_SHAPES:
+                del self._replays[next(iter(self._replays))]  # the one that was not used for longest
+            replay = self._prepared(*shape)
+        self._replays[shape] = replay
+        return replay()[:n]
 
     def forget(self) -> None:
         """Prepare every shape anew, as the weights have moved."""
@@ -60,16 +68,19 @@ class FixedShapes:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # libraries set themselves up in a first pass, which no graph may hold
-            self._forward(inputs_3n, length)
+            logits = self._forward(inputs_3n, length)
         torch.cuda.current_stream().wait_stream(stream)
+        if self._logits_nV is None:
+            self._logits_nV = logits.new_empty(self._slots, logits.shape[1])
+        logits_nV = self._logits_nV
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         # Another thread, a trainer's, may allocate memory meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = self._forward(inputs_3n, length)
+            logits_nV[:num_rows] = self._forward(inputs_3n, length)
 
         def replay() -> torch.Tensor:
             graph.replay()
-            return logits
+            return logits_nV
 
         return replay

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import build, config
 
-from arealite.generation.decode_graphs import FixedShapes, rounded
+from arealite.generation.decode_graphs import LENGTH_STEP, MAX_SHAPES, FixedShapes, rounded
 from arealite.generation.model_runner import ModelRunner
 
 CONTEXT = 300
@@ -22,7 +22,7 @@ def test_counts_are_rounded_up_to_few_values(count: int, log_step: int, limit: i
     up = rounded(count, step=step, limit=limit)
     assert count <= up <= limit
     assert up == limit or (up % step == 0 if up > step else up & (up - 1) == 0)
-    assert up < 2 * count and up < count + step
+    assert up < 2 * count and up < count + max(step, count / 8)
 
 
 @pytest.mark.parametrize("num_sequences", [1, 2, 3, 4])
@@ -56,3 +56,15 @@ def test_few_shapes_serve_all_steps() -> None:
             assert len(fixed.decode(torch.zeros(3, n, dtype=torch.int64), length)) == n
     assert len(shapes) <= 8 * 16
     assert (64, 2048) in shapes and (1, 1) in shapes
+
+
+def test_as_many_shapes_are_prepared_as_were_used_last() -> None:
+    fixed = FixedShapes(lambda inputs_3n, _: inputs_3n[0], slots=64, context=32_768, device=torch.device("cpu"))
+    first = (64, 32_768)
+    for n in (1, 2, 4, 8, 16, 32, 48, 64):
+        for length in range(256, 32_769, 256):
+            fixed.decode(torch.zeros(3, n, dtype=torch.int64), length)
+            fixed.decode(torch.zeros(3, first[0], dtype=torch.int64), first[1])
+    assert len(fixed._replays) == MAX_SHAPES and first in fixed._replays
+    assert not any(num_rows < 16 for num_rows, _ in fixed._replays)
+    assert len({rounded(length, step=LENGTH_STEP, limit=32_768) for length in range(1, 32_769)}) < 50

@@ -217,14 +217,15 @@ def _server_parts(config: Config, shape: ModelShape, longest: int, mode: Allocat
     if not kind.is_embedded:
         return {"weights": weights, "cache": sequences * longest * kv_token}, kv_token
     slots = min(sequences, config.lite.slots) + 1  # the spare one
-    cache = slots * min(longest, config.lite.context) * kv_token
-    if config.cluster.n_gpus_per_node if mode.is_colocated else config.lite.device == "cuda":
-        cache = (config.lite.slots + 1) * config.lite.context * kv_token  # all of it is there from the start
+    held = {"cache": slots * min(longest, config.lite.context) * kv_token}
+    if config.cluster.n_gpus_per_node if mode.is_colocated else config.lite.device == "cuda":  # from the start
+        cache = (config.lite.slots + 1) * config.lite.context * kv_token
+        held = {"cache": cache, "logits of CUDA graphs": config.lite.slots * shape.vocab * dtype.itemsize}
     if mode.is_colocated:
-        return _colocated_parts(config, weights, shape) | {"cache": cache}, kv_token
+        return _colocated_parts(config, weights, shape) | held, kv_token
     if config.lite.device == "cuda":  # new weights wait on the host
-        return {"weights": weights, "cache": cache}, kv_token
-    return {"weights": weights, "next weights": weights, "cache": cache}, kv_token
+        return {"weights": weights} | held, kv_token
+    return {"weights": weights, "next weights": weights} | held, kv_token
 
 
 def _colocated_parts(config: Config, weights: int, shape: ModelShape) -> Parts:
