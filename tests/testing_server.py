@@ -281,8 +281,8 @@ class ScriptedServer:
         name, world_size = body["group_name"], body["world_size"]
 
         def join(rank: int) -> BroadcastGroup:
-            address, port = body["master_address"], body["master_port"]
-            return join_group(address, port, rank, world_size, name, timeout_s=body.get("timeout_s", 60.0))
+            place, more = (body["master_address"], body["master_port"]), {"backend": body.get("backend", "gloo")}
+            return join_group(*place, rank, world_size, name, timeout_s=body.get("timeout_s", 60.0), **more)
 
         ranks = range(body["rank_offset"], body["rank_offset"] + self.tp_size)
         try:

@@ -84,6 +84,22 @@ def test_a_checkpoint_of_a_gpu_is_read_exactly_and_has_its_fingerprint(runs: dic
     engine.destroy()
 
 
+def test_a_recovery_checkpoint_has_the_random_numbers_of_the_gpu(model_path: str, tmp_path: Path) -> None:
+    engine = FSDPEngine(train_config(model_path))
+    engine.initialize(None, SPEC)
+    engine.train()
+    engine.train_batch(BATCHES[0], sft_loss_fn, count_loss_tokens)
+    torch.rand(7, device=engine.device)
+    engine.keep_rng()
+    engine.keep_state()
+    expected = torch.rand(7, device=engine.device)
+    engine.write_state(str(tmp_path))
+    assert not torch.equal(torch.rand(7, device=engine.device), expected)
+    engine.read_state(str(tmp_path))
+    assert torch.equal(torch.rand(7, device=engine.device), expected)
+    engine.destroy()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_fingerprint_does_not_depend_on_the_device(dtype: torch.dtype) -> None:
     tensor = torch.randn(600, 1000, generator=torch.Generator().manual_seed(0)).to(dtype)

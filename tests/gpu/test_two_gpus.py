@@ -10,15 +10,19 @@ import pytest
 import testing_forks
 import torch
 import two_rank_program
+from testing_server import ScriptedServer, serve
 from training_cases import actor_config, of_update, train_config, write_model
-from two_rank_program import ACTOR, BATCHES, TRAJECTORIES, TRAJECTORY_SHARES, ppo_steps, sft_steps
+from two_rank_program import ACTOR, BATCHES, TRAJECTORIES, TRAJECTORY_SHARES, full_params, ppo_steps, sft_steps
 
+from arealite.api.cli_args import InferenceEngineConfig, WeightCheckConfig
 from arealite.api.io_struct import FinetuneSpec, ParamSpec, SaveLoadMeta
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.utils.fingerprint import fingerprint, fingerprints, model_fingerprint
 from arealite.utils.network import hold_port, port_of
 from arealite.utils.weight_transfer import close_group, join_group, receive_bucket, send_bucket
+from arealite.weights.publish import publish_weights
 
 pytestmark = pytest.mark.multi_gpu
 SPEC = FinetuneSpec(1, 100, 10)
@@ -114,3 +118,39 @@ def test_a_broadcast_over_nccl_arrives_bit_for_bit_twice() -> None:
             assert receiver.receive() == fingerprints({name: one * factor for name, one in tensors().items()})
         sender.pipe.send("done")
         assert [sender.end(), receiver.end()] == [0, 0]
+
+
+def receive_publications(test: Connection) -> None:
+    """A server that speaks SGLang's protocol; tells how it took weights, and their checksums."""
+    with serve(ScriptedServer()) as server:
+        test.send(server.address)
+        while test.recv() == "published":
+            found = fingerprints({name: tensor.cpu() for name, tensor in server.weights.items()})
+            test.send(([one["backend"] for one in server.joins], server.version, found))
+
+
+def publish_twice(test: Connection, model_path: str, address: str) -> None:
+    actor = FSDPPPOActor(actor_config(model_path, **ACTOR))
+    actor.initialize(None, SPEC)
+    check = WeightCheckConfig(canary_tokens=0)  # it samples from no model
+    rollout = RemoteSGLangEngine(InferenceEngineConfig(server_addrs=[address], weight_check=check, setup_timeout=120))
+    rollout.initialize(None, None)
+    for version in (1, 2):
+        ppo_steps(actor, TRAJECTORIES.clone())
+        publish_weights(actor, rollout, version)
+        test.send(fingerprints({name: tensor.cpu() for name, tensor in full_params(actor).items()}))
+    rollout.destroy()
+    actor.destroy()
+
+
+def test_publications_go_over_nccl_to_a_server_on_another_gpu(tmp_path: Path) -> None:
+    path = write_model(tmp_path, tie=False)
+    with testing_forks.connected(receive_publications, CUDA_VISIBLE_DEVICES="1") as server:
+        with testing_forks.connected(publish_twice, path, server.receive(), CUDA_VISIBLE_DEVICES="0") as trainer:
+            for version in (1, 2):
+                expected = trainer.receive()
+                server.pipe.send("published")
+                assert server.receive() == (["nccl"], version, expected)
+            assert trainer.end() == 0
+        server.pipe.send("end")
+        assert server.end() == 0
