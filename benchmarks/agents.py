@@ -1,6 +1,6 @@
 """What agents behind the proxy cost: a thousand runs at once of some turns each, against a server that costs nothing.
 
-    python benchmarks/agents.py [--runs 1024] [--turns 4] [--delay 8] [--client openai] [--out FILE]
+    python benchmarks/agents.py [--runs 1024] [--turns 4] [--delay 8] [--client openai] [--json] [--out FILE]
 
 The server is a real HTTP server on loopback, in another process, that answers 64 canned tokens after a delay. All else
 is what trains: episodes, proxy, bridge with a real tokenizer, rows. Each turn asks with the whole conversation. The
@@ -10,23 +10,20 @@ given, or `aiohttp`. CPU time is reported by thread: `arealite-agents` is that o
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import torch
-from circumstances import circumstances
+from circumstances import options, report
 from runtime_overhead import cpu_by_thread, served, watched
+from shapes import write_tiny
 
 from arealite.agent.workflow import AgentWorkflow
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
-from arealite.cli.main import main as arealite
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.utils.hf import load_hf_tokenizer
 
@@ -86,34 +83,33 @@ CLIENTS = {"aiohttp": PlainTalk, "openai": Talk}
 
 def main() -> None:
     """Measure each client and print one line each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--runs", type=int, default=1024, help="at once")
     parser.add_argument("--turns", type=int, default=4, help="of each run")
     parser.add_argument("--delay", type=float, default=8.0, help="of an answer, in seconds, give or take a third")
     parser.add_argument("--client", choices=CLIENTS, action="append", help="only this one")
-    parser.add_argument("--out", type=Path, help="append the results to this jsonl file")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for client in args.client or CLIENTS:
-        result = measure(client, args.runs, args.turns, args.delay) | circumstances()
-        print(
-            f"{client:8} {result['most_running']:5} runs at once, {result['turns_per_s']:5.0f} turns/s, "
-            f"{result['cpu_ms']:5.2f} ms of CPU per turn; lag p99 {result['lag_p99_ms']:.1f} ms "
-            f"({result['cores']} cores, load {result['load']})",
-            flush=True,
-        )
-        shares = ", ".join(f"{name} {cpu_ms:.2f}" for name, cpu_ms in result["cpu_ms_by_thread"].items())
-        print(f"{'':8} ms by thread: {shares}", flush=True)
-        if args.out:
-            with args.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(result) + "\n")
+        report(args, measure(client, args.runs, args.turns, args.delay), described)
+
+
+def described(result: dict[str, Any]) -> str:
+    """Return a result as text."""
+    shares = ", ".join(f"{name} {cpu_ms:.2f}" for name, cpu_ms in result["cpu_ms_by_thread"].items())
+    return (
+        f"{result['client']:8} {result['most_running']:5} runs at once, {result['turns_per_s']:5.0f} turns/s, "
+        f"{result['cpu_ms']:5.2f} ms of CPU per turn; lag p99 {result['lag_p99_ms']:.1f} ms "
+        f"({result['cores']} cores, load {result['load']})\n"
+        f"{'':8} ms by thread: {shares}"
+    )
 
 
 def measure(client: str, num_runs: int, num_turns: int, delay_s: float) -> dict[str, Any]:
     """Let every run end once."""
     agent = CLIENTS[client](num_turns)
     with tempfile.TemporaryDirectory() as folder, served(delay_s) as address:
-        arealite(["tiny-model", "--out", f"{folder}/model"])
+        write_tiny(f"{folder}/model")
         tokenizer = load_hf_tokenizer(f"{folder}/model")
         workflow = AgentWorkflow(agent, GenerationHyperparameters(n_samples=1, max_new_tokens=64), tokenizer)
         config = InferenceEngineConfig(

@@ -1,7 +1,7 @@
 """What each algorithm makes of the same fine-tuned model: the word problems of the quickstart, on a CPU.
 
     python benchmarks/algorithms.py [--algorithms 'grpo;rloo'] [--bounds 0,2,8] [--seeds 1,2,3] [--steps 15]
-        [--out benchmarks/results/algorithms.jsonl] [--plot benchmarks/results/algorithms.svg]
+        [--json] [--out benchmarks/results/algorithms.jsonl] [--plot benchmarks/results/algorithms.svg]
 
 One model is fine-tuned per seed; then examples/arealite/gsm8k_grpo.py runs through the local launcher for each
 algorithm, staleness bound and seed, with the settings of its CPU config and nothing tuned per algorithm. A bound of 0
@@ -13,7 +13,6 @@ otherwise idle machine only for its times.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -26,7 +25,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from circumstances import circumstances
+from circumstances import options, report
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -53,13 +52,13 @@ Run = tuple[str, int, int]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--algorithms", default=";".join(CASES), help="names, separated by semicolons")
     parser.add_argument("--bounds", default="0,2,8")
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--sft-steps", type=int, default=1000)
-    parser.add_argument("--out", type=Path, default=RESULTS / "algorithms.jsonl")
+    parser.set_defaults(out=RESULTS / "algorithms.jsonl")
     parser.add_argument("--plot", type=Path, default=RESULTS / "algorithms.svg")
     arguments = parser.parse_args()
     names = arguments.algorithms.split(";")
@@ -68,7 +67,7 @@ def main() -> None:
     bounds, seeds = (list(map(int, text.split(","))) for text in (arguments.bounds, arguments.seeds))
     found = read(arguments.out, steps=arguments.steps, sft_steps=arguments.sft_steps)
     wanted = [run for seed in seeds for run in itertools.product(names, bounds, [seed]) if run not in found]
-    with tempfile.TemporaryDirectory() as folder, Progress() as progress:
+    with tempfile.TemporaryDirectory() as folder, Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("training", total=len(wanted))
         models: dict[int, Path] = {}
         for run in wanted:
@@ -76,15 +75,19 @@ def main() -> None:
             progress.update(task, description=f"{run[0]}, bound {run[1]}, seed {seed}")
             models[seed] = models.get(seed) or fine_tune(Path(folder), seed, arguments.sft_steps)
             result = train(Path(folder), run, models[seed], arguments.steps)
-            result |= {"steps": arguments.steps, "sft_steps": arguments.sft_steps, **circumstances()}
-            arguments.out.parent.mkdir(parents=True, exist_ok=True)
-            with arguments.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(result) + "\n")
-            found[run] = result
+            result |= {"steps": arguments.steps, "sft_steps": arguments.sft_steps}
+            found[run] = report(arguments, result, described)
             progress.advance(task)
-    Console(width=120).print(table_of(found))
     arguments.plot.write_text(plot_of(found), encoding="utf-8")
-    print(f"plot {arguments.plot}")
+    if not arguments.json:
+        Console(width=120).print(table_of(found))
+        print(f"plot {arguments.plot}")
+
+
+def described(result: dict[str, Any]) -> str:
+    """Return what one run came to."""
+    accuracies = f"{result['accuracy_before']:.2f} -> {result['accuracy_after']:.2f}"
+    return f"{result['algorithm']}, bound {result['bound']}, seed {result['seed']}: {accuracies}"
 
 
 def read(path: Path, **settings: int) -> dict[Run, dict[str, Any]]:

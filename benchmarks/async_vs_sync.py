@@ -1,6 +1,6 @@
 """How much faster asynchronous training is than synchronous: the same loop, model and prompts, one flag apart.
 
-    python benchmarks/async_vs_sync.py [--case tools] [--rounds 5] [--steps 6] [--out FILE]
+    python benchmarks/async_vs_sync.py [--case tools] [--rounds 5] [--steps 6] [--json] [--out FILE]
 
 One embedded server and one trainer, each a process with one thread. A round trains `steps` steps in either mode, in
 turn, after three that fill the pipeline; steps per second are compared within the round, so that other work on the
@@ -16,9 +16,7 @@ the share in which no request is with the server. `requests`: how many are on av
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import math
 import random
 import statistics
@@ -35,14 +33,14 @@ from typing import Any
 
 import psutil
 import torch
-from circumstances import circumstances
+from circumstances import options, report
+from shapes import write_tiny
 from tensordict import TensorDict
 
 from arealite.api.cli_args import GenerationHyperparameters, GRPOConfig, load_expr_config
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.io_struct import FinetuneSpec
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.cli.main import main as arealite
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.utils.hf import load_hf_tokenizer
@@ -153,23 +151,19 @@ def even_share(ids: list[int]) -> float:
 
 def main() -> None:
     """Measure every case and print one line each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--case", choices=[case.name for case in CASES], help="only this one")
     parser.add_argument("--rounds", type=int, default=5, help="of every case; each trains in both modes")
     parser.add_argument("--steps", type=int, default=6, help="measured in a mode of a round")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the server")
-    parser.add_argument("--out", type=Path, help="append the results to this jsonl file")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder, served(f"{folder}/model", args.device) as (address, server):
         actor = make_actor(f"{folder}/model")
         for case in CASES:
             if args.case in (None, case.name):
-                result = measure(case, actor, address, server, folder, rounds=args.rounds, steps=args.steps)
-                report(result)
-                if args.out:
-                    with args.out.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(result) + "\n")
+                found = measure(case, actor, address, server, folder, rounds=args.rounds, steps=args.steps)
+                report(args, found, described)
         actor.destroy()
 
 
@@ -177,7 +171,7 @@ def main() -> None:
 def served(model: str, device: str = "cpu") -> Iterator[tuple[str, psutil.Process]]:
     """Serve a model in another process; the tiny one is made if there is none."""
     if not Path(model).exists():
-        arealite(["tiny-model", "--out", model])
+        write_tiny(model)
     with hold_port() as held:
         port = str(port_of(held))
     command = [sys.executable, "-m", "arealite.server", "--model-path", model, "--port", port, "--slots", "128"]
@@ -234,7 +228,6 @@ def measure(
         "ratios": each,
         "ratio": statistics.median(each),
         **means,
-        **circumstances(),
     }
 
 
@@ -306,14 +299,13 @@ def cpu_s(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-def report(result: dict[str, Any]) -> None:
-    """Print the ratio, its spread, and where the time goes."""
+def described(result: dict[str, Any]) -> str:
+    """Return the ratio, its spread, and where the time goes, as text."""
     low, high = min(result["ratios"]), max(result["ratios"])
-    print(
+    lines = [
         f"{result['case']:9} asynchronous is {result['ratio']:.2f} times as fast ({low:.2f} to {high:.2f}, "
-        f"{len(result['ratios'])} rounds; {result['cores']} cores, load {result['load']})",
-        flush=True,
-    )
+        f"{len(result['ratios'])} rounds; {result['cores']} cores, load {result['load']})"
+    ]
     for mode in MODES:
         shares = dict(result[mode])
         text = ", ".join(
@@ -321,7 +313,8 @@ def report(result: dict[str, Any]) -> None:
             for name, value in shares.items()
             if name != "steps_per_s"
         )
-        print(f"{'':9} {mode:12} {shares['steps_per_s']:.2f} steps/s; {text}", flush=True)
+        lines.append(f"{'':9} {mode:12} {shares['steps_per_s']:.2f} steps/s; {text}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a master and its groups of workers cost: per step, per byte, per token and per rank. On CPUs, on one node.
 
-    python benchmarks/core.py [--case step] [--rounds 7] [--out benchmarks/results/core.jsonl]
+    python benchmarks/core.py [--case step] [--rounds 7] [--json] [--out benchmarks/results/core.jsonl]
 
 `step`: one step of GRPO with a reference on a tiny model, 2,048 made-up samples of 16 + 16 tokens on average, in turn
 on engines of this process (a script of ranks), on a worker by the script's three changed lines, and by a graph. It is
@@ -26,7 +26,6 @@ import argparse
 import asyncio
 import dataclasses
 import functools
-import json
 import os
 import statistics
 import tempfile
@@ -40,8 +39,9 @@ import numpy as np
 import psutil
 import ray
 import torch
-from circumstances import circumstances
+from circumstances import options, report
 from runtime_overhead import PROMPT_TOKENS, OneRequest, served
+from shapes import write_tiny
 from tensordict import TensorDict
 
 from arealite.api.cli_args import (
@@ -56,7 +56,6 @@ from arealite.api.cli_args import (
 from arealite.api.config.run import RunConfig
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.io_struct import FinetuneSpec
-from arealite.cli.main import main as arealite
 from arealite.core.batch import Column, RemoteBatch
 from arealite.core.experiments import grpo
 from arealite.core.master import Master
@@ -75,23 +74,19 @@ MIB = 2**20
 
 def main() -> None:
     """Measure every case and print one line each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--case", choices=CASES, help="only this one")
     parser.add_argument("--rounds", type=int, default=7, help="of every case, after a first one that warms up")
     parser.add_argument("--roles", type=int, default=8, help="groups of `scale`")
     parser.add_argument("--ranks", type=int, default=8, help="of each group of `scale`")
-    parser.add_argument("--out", type=Path, help="append the results to this jsonl file")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for name, (measure, line) in CASES.items():
         if args.case not in (None, name):
             continue
         with tempfile.TemporaryDirectory() as folder:
-            result = {"case": name, "rounds": args.rounds} | measure(args, folder) | circumstances()
-        print(f"{name:8} {line.format(**result)} (load {result['load']})", flush=True)
-        if args.out:
-            with args.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(result) + "\n")
+            result = {"case": name, "rounds": args.rounds} | measure(args, folder)
+        report(args, result, f"{{case:8}} {line} (load {{load}})".format_map)
 
 
 # A step
@@ -99,7 +94,7 @@ def main() -> None:
 
 def measure_step(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Return seconds of a step of each kind, medians of alternating rounds."""
-    arealite(["tiny-model", "--out", f"{folder}/model"])
+    write_tiny(f"{folder}/model")
     given = [f"actor.path={folder}/model", f"cluster.fileroot={folder}", "workers={}", "ref={}"]
     given += ["actor.kl_ctl=0.01", "actor.proximal=recompute"]
     given += [f"gconfig.n_samples={GROUP}", "launcher.trainer_threads=1"]

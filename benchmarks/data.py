@@ -1,6 +1,7 @@
 """Memory and time of a data set on every rank, until the first batch: cold, warm, and as another commit reads it.
 
-    python benchmarks/data.py [--rows 1000000] [--type sft] [--ranks 2] [--against COMMIT --old-rows 40000] [--out FILE]
+    python benchmarks/data.py [--rows 1000000] [--type sft] [--ranks 2] [--against COMMIT --old-rows 40000]
+        [--json] [--out FILE]
 
 Rows are generated questions and answers of about 350 tokens in a file of JSON lines. All ranks start together and
 share an empty cache (cold), then the full one (warm). A rank is a fresh process; seconds run from the call of
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from circumstances import circumstances
+from circumstances import listed, options, report
 
 REPOSITORY = Path(__file__).parents[1]
 MIB = 2**20
@@ -39,13 +40,12 @@ valid_dataset: null
 
 def main() -> None:
     """Measure all sides in turn and print one line; with `--rank` be one of the processes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--type", choices=("sft", "rl"), default="sft")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--against", help="a commit to compare with")
     parser.add_argument("--old-rows", type=int, default=40_000, help="rows that it reads")
-    parser.add_argument("--out", type=Path, help="append the result to this jsonl file")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -68,11 +68,13 @@ def main() -> None:
             finally:
                 subprocess.run([*git, "remove", "--force", str(tree)], check=True)
             result["old"] = {"commit": args.against, "rows": args.old_rows, **found}
-    result |= circumstances()
-    print(json.dumps(result))
-    if args.out is not None:
-        with args.out.open("a") as file:
-            print(json.dumps(result), file=file)
+    report(args, result, described)
+
+
+def described(result: dict[str, Any]) -> str:
+    """Return a line for every rank that was measured."""
+    ranks = {side: result[side] for side in ("cold", "warm")} | {"old": [result["old"]] if "old" in result else []}
+    return "\n".join(f"{side}  {listed(one)}" for side, found in ranks.items() for one in found)
 
 
 def write(folder: Path, num_rows: int, kind: str) -> None:

@@ -1,6 +1,6 @@
 """The embedded server against what a user would pick in its place: same weights, same prompts, alternating in one run.
 
-    python benchmarks/engine.py [--rounds 5] [--case equal ...] [--vllm PYTHON] [--out benchmarks/results/engine.jsonl]
+    python benchmarks/engine.py [--rounds 5] [--case equal ...] [--vllm PYTHON] [--json] [--out FILE]
 
 A Qwen3 of 4.9 million parameters in float32, `--threads` threads for each side, sampling with logprobs. Sides:
 `generate` and `continuous` (continuous batching) of transformers in this process, and over HTTP `lite`, a real
@@ -17,10 +17,8 @@ says something), medians over the rounds, and ratios of lite to the others, medi
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import json
 import os
 import random
 import statistics
@@ -37,7 +35,7 @@ from typing import Any
 import aiohttp
 import psutil
 import torch
-from circumstances import circumstances
+from circumstances import options, report
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -252,14 +250,13 @@ def measure(
 
 def main() -> None:
     """Measure every case and print a line for each side."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2, help="of each side")
     parser.add_argument("--case", action="append", choices=cases(), help="one of the cases; may be repeated")
     parser.add_argument("--side", action="append", choices=["generate", "continuous"], help="of transformers; both")
     parser.add_argument("--vllm", help="interpreter of an environment that has vLLM")
     parser.add_argument("--vllm-eager", action="store_true", help="start vLLM with --enforce-eager: ready sooner")
-    parser.add_argument("--out", type=Path, help="append the results to this jsonl file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -283,15 +280,20 @@ def main() -> None:
             if args.case and name not in args.case:
                 continue
             result = {"case": name, "threads": args.threads, "vllm_eager": args.vllm_eager}
-            result |= measure(sides, conversations, args.rounds) | circumstances()
-            for side in sides:
-                ratio = f", lite / {side} {result[f'ratio_{side}_cpu_s']:.2f}" if side != "lite" else ""
-                wall = f" ({result[f'ratio_{side}_s']:.2f} in wall time)" if side != "lite" else ""
-                speeds = f"{result[f'{side}_tok_per_s']:7.0f} tok/s, {result[f'{side}_tok_per_cpu_s']:7.0f} tok/CPU-s"
-                print(f"{name:12} {side:10} {speeds}{ratio}{wall}", flush=True)
-            if args.out:
-                with args.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(result) + "\n")
+            report(args, result | measure(sides, conversations, args.rounds), described)
+
+
+def described(result: dict[str, Any]) -> str:
+    """Return a line for each side."""
+    lines = []
+    for side in (key.removesuffix("_tok_per_s") for key in result if key.endswith("_tok_per_s")):
+        speeds = f"{result[f'{side}_tok_per_s']:7.0f} tok/s, {result[f'{side}_tok_per_cpu_s']:7.0f} tok/CPU-s"
+        ratios = ""
+        if side != "lite":
+            ratios = f", lite / {side} {result[f'ratio_{side}_s']:.2f} by the clock, "
+            ratios += f"{result[f'ratio_{side}_cpu_s']:.2f} by CPU time"
+        lines.append(f"{result['case']:12} {side:10} {speeds}{ratios}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What one device does: an update's tokens per second and MFU, and decoding against its memory bandwidth.
 
-    python benchmarks/gpu.py train|decode [--size 0.6b] [--tokens 16384] [--out FILE]
+    python benchmarks/gpu.py train|decode [--size 0.6b] [--tokens 16384] [--json] [--out FILE]
 
 Models have random weights in the shape of `--size`, computed in bfloat16. `benchmarks/gpu.sh` runs all that a GPU is
 wanted for; on a CPU everything runs too, with `--size tiny`, and only the device differs.
@@ -15,7 +15,6 @@ wanted for; on a CPU everything runs too, with `--size tiny`, and only the devic
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -25,7 +24,7 @@ from typing import Any
 
 import psutil
 import torch
-from circumstances import circumstances
+from circumstances import options, report
 from shapes import SIZES, VOCABULARY, write_config
 from tensordict import TensorDict
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -51,7 +50,7 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 
 def main() -> None:
     """Measure one part and print one line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("part", choices=("train", "decode"))
     parser.add_argument("--size", choices=SIZES, default="0.6b")
     parser.add_argument("--tokens", type=int, default=16_384)
@@ -59,16 +58,11 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="compile the layers")
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--out", type=Path, help="append the result to this jsonl file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = (train if args.part == "train" else decode)(args, Path(folder))
     device = torch.cuda.get_device_name() if HAS_GPU else "cpu"
-    line = json.dumps({"part": args.part, "size": args.size, "device": device, **found, **circumstances()})
-    print(line)
-    if args.out is not None:
-        with args.out.open("a") as file:
-            print(line, file=file)
+    report(args, {"part": args.part, "size": args.size, "device": device, **found})
 
 
 def train(args: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from typing import Any
 import psutil
 import torch
 from async_vs_sync import MODES, WARM_UP, Case, batches, configured, make_actor, served, train
-from circumstances import circumstances
+from circumstances import options, report
 
 from arealite.engine.ppo.actor import FSDPPPOActor
 
@@ -162,7 +162,7 @@ def measure(case: Case, ours: Ours, python: str, model: str, lr: float, args: ar
             result[f"{mode}_{unit}_spread"] = [min(ratios), max(ratios)]
         for share in SHARES:
             result[f"{mode}_{share}"] = statistics.median(one[share] for one in found[mode])
-    return result | circumstances()
+    return result
 
 
 def curve(server: tuple[str, psutil.Process], folder: str, python: str, threads: int) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def curve(server: tuple[str, psutil.Process], folder: str, python: str, threads:
             ends[mode].append(end_of(found["rewards"]))
             actor.destroy()
     found = {f"{side}_reward": end for side, end in ends.items()}
-    return {"case": "curve", "steps": CURVE_STEPS, **found, **circumstances()}
+    return {"case": "curve", "steps": CURVE_STEPS, **found}
 
 
 def end_of(rewards: Sequence[float]) -> float:
@@ -189,15 +189,13 @@ def end_of(rewards: Sequence[float]) -> float:
 
 def main() -> None:
     """Measure every case and print what was found."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--case", action="append", choices=[case.name for case in CASES], help="may be repeated")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="of a side in a round")
     parser.add_argument("--curve", action="store_true", help="compare what is learned instead of speed")
     parser.add_argument("--peer", help="interpreter of an environment that has TRL")
     parser.add_argument("--peer-threads", type=int, default=os.cpu_count(), help="of TRL, and of our trainer by itself")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.add_argument("--out", type=Path, help="append the results to this jsonl file")
     args = parser.parse_args()
     python = args.peer or install_peer()
     with tempfile.TemporaryDirectory() as folder, served(f"{folder}/model") as (address, server):
@@ -208,10 +206,7 @@ def main() -> None:
             cases = [case for case in CASES if args.case is None or case.name in args.case]
             results = measured(cases, (address, server), folder, python, args)
         for result in results:
-            print(json.dumps(result) if args.json else described(result), flush=True)
-            if args.out:
-                with args.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(result) + "\n")
+            report(args, result, described)
 
 
 def measured(

@@ -1,6 +1,6 @@
 """Memory and time of a policy's loss on top of the last hidden states: blocks of the vocabulary against whole logits.
 
-    python benchmarks/logprob_memory.py [--tokens 8192] [--hidden 1536] [--dtype bfloat16] [--rounds 3] [--out FILE]
+    python benchmarks/logprob_memory.py [--tokens 8192] [--hidden 1536] [--dtype bfloat16] [--json] [--out FILE]
 
 `whole` is what the trainer did before: logits `[N, V]`, from which chunks of 1,024 tokens are normalized, and their
 gradient. Both sides compute logprobs, entropies and the gradients of hidden states and output layer, each in a fresh
@@ -18,13 +18,12 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 import torch.nn.functional as F
-from circumstances import circumstances
+from circumstances import options, report
 
 from arealite.algorithms.logprobs import LazyLogits, gather_logprobs_entropy
 
@@ -35,14 +34,13 @@ GIB = 2**30
 
 def main() -> None:
     """Measure both sides in turn and print one line; with `--side` be one of them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--hidden", type=int, default=1536)
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--compared", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="append the result to this jsonl file")
     parser.add_argument("--side", choices=("whole", "blocks"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side is not None:
@@ -62,10 +60,7 @@ def main() -> None:
     result["memory_ratio"] = round(result["whole_gib"] / result["blocks_gib"], 2)
     result["time_ratio"] = round(result["blocks_s"] / result["whole_s"], 2)
     result["gradient_distance"] = gradient_distance(args)
-    print(json.dumps(result))
-    if args.out:
-        with args.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(result | circumstances()) + "\n")
+    report(args, result)
 
 
 def run(args: argparse.Namespace) -> dict[str, float]:

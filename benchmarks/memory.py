@@ -1,6 +1,6 @@
 """Peak memory of a training step, term by term, against the plan of `arealite check`.
 
-    python benchmarks/memory.py [--size small] [--ranks 2] [--tokens 1024] [--case plain] [--out FILE]
+    python benchmarks/memory.py [--size small] [--ranks 2] [--tokens 1024] [--case plain] [--json] [--out FILE]
 
 Each case is one way to train, on fresh processes: a first step makes the moments, the second one is measured. State is
 counted tensor by tensor. On top of parameters and moments a step has three phases: the forward pass and the output
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from circumstances import circumstances
+from circumstances import options, report
 from shapes import SIZES, write_config
 
 from arealite.algorithms.logprobs import LazyLogits, count_loss_tokens, packed_logprobs_entropy
@@ -47,12 +47,11 @@ CASES: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     """Measure all cases and print one line for each; with `--rank` be one of the processes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=1024, help="of a micro-batch, of which a rank has two")
     parser.add_argument("--case", choices=CASES, action="append", help="measure only this one (may be repeated)")
-    parser.add_argument("--out", type=Path, help="append the results to this jsonl file")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -71,11 +70,14 @@ def main() -> None:
             for name, size in measured.items()
         }
         result = {"case": case, "size": args.size, "ranks": args.ranks, "tokens": args.tokens, "terms": terms}
-        line = json.dumps(result | circumstances())
-        print(line, flush=True)
-        if args.out is not None:
-            with args.out.open("a") as file:
-                print(line, file=file)
+        report(args, result, described)
+
+
+def described(result: dict[str, Any]) -> str:
+    """Return a result as text."""
+    sizes = {name: [term[side] / 2**20 for side in ("planned", "measured")] for name, term in result["terms"].items()}
+    terms = "; ".join(f"{name} {planned:.0f} / {measured:.0f}" for name, (planned, measured) in sizes.items())
+    return f"{result['case']}, MiB planned / measured: {terms}"
 
 
 def run(args: argparse.Namespace, case: str, folder: str) -> dict[str, int]:

@@ -15,7 +15,6 @@ What can't be run here: its servers, its training engines, and with them a whole
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from circumstances import circumstances
+from circumstances import options, report
 from packing import pack
 from runtime_overhead import PROMPT_TOKENS, OneRequest, served, take_batches
 
@@ -56,12 +55,10 @@ Side = Callable[[Words], dict[str, Any]]
 
 def main() -> None:
     """Measure every case and print one line each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--case", action="append", choices=(ROLLOUT, *KINDS), help="may be repeated")
     parser.add_argument("--rounds", type=int, default=5, help="of both sides")
     parser.add_argument("--seconds", type=float, default=5.0, help="of a side in a round of rollout")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.add_argument("--out", type=Path, help="append the results to this jsonl file")
     args = parser.parse_args()
     torch.set_num_threads(1)
     packages = install_peer()
@@ -73,11 +70,7 @@ def main() -> None:
                 for side in sides.values():
                     side((ROLLOUT, WARM_UP_S))
             result = {"case": case, "rounds": args.rounds, "version": VERSION, **measure(sides, words, args.rounds)}
-            result |= circumstances()
-            print(json.dumps(result) if args.json else text_of(result), flush=True)
-            if args.out:
-                with args.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(result) + "\n")
+            report(args, result, described)
 
 
 def measure(sides: dict[str, Side], words: Words, rounds: int) -> dict[str, Any]:
@@ -96,7 +89,7 @@ def measure(sides: dict[str, Side], words: Words, rounds: int) -> dict[str, Any]
     return result
 
 
-def text_of(result: dict[str, Any]) -> str:
+def described(result: dict[str, Any]) -> str:
     """Say a result in one line."""
     figures = [key.removesuffix("_ratio") for key in result if key.endswith("_ratio")]
     parts = [

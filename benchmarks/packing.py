@@ -1,6 +1,6 @@
 """What packing and dealing out rows leaves unused, and what it takes: no model, one thread.
 
-    python benchmarks/packing.py [--rows 1024] [--rounds 20] [--out FILE]
+    python benchmarks/packing.py [--rows 1024] [--rounds 20] [--json] [--out FILE]
 
 `pack`: rows into micro-batches of at most 10,240 tokens. `fill` is the share of their room that tokens take,
 `padded_fill` what it would be in a padded batch; `plan_ms` finds the micro-batches, `copy_ms` packs seven columns,
@@ -14,18 +14,15 @@ compute, if time is tokens: mean and least over the rounds, each with lengths of
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-from circumstances import circumstances
+from circumstances import options, report
 from tensordict import TensorDict
 
 from arealite.dataset.loader import PromptLoader, sft_batches
@@ -138,20 +135,13 @@ def measured(num_rows: int, rounds: int) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Measure and print one line each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--rows", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.add_argument("--out", type=Path, help="append the results to this jsonl file")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for found in measured(args.rows, args.rounds):
-        numbers = {key: round(value, 3) if isinstance(value, float) else value for key, value in found.items()}
-        result = numbers | circumstances()
-        print(json.dumps(result) if args.json else "  ".join(f"{key} {value}" for key, value in numbers.items()))
-        if args.out:
-            with args.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(result) + "\n")
+        report(args, {key: round(value, 3) if isinstance(value, float) else value for key, value in found.items()})
 
 
 if __name__ == "__main__":

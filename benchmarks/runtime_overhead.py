@@ -1,6 +1,6 @@
 """What the rollout runtime itself costs: episodes of one request of 64 tokens, against a server that costs nothing.
 
-    python benchmarks/runtime_overhead.py [--seconds 10] [--profile] [--out benchmarks/results/runtime_overhead.jsonl]
+    python benchmarks/runtime_overhead.py [--seconds 10] [--profile] [--json] [--out FILE]
 
 The server is a real HTTP server on loopback, in another process, that reads a request and answers 64 canned tokens
 after a delay. There is no model and no tokenizer; ledger and rollout files are written to a temporary run folder.
@@ -12,11 +12,9 @@ much later than due a timer of the event loop fires; it is asked for every 5 ms.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import cProfile
-import json
 import pstats
 import subprocess
 import sys
@@ -30,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from circumstances import circumstances
+from circumstances import options, report
 from tensordict import TensorDict
 
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
@@ -106,28 +104,27 @@ class ManyRequests(OneRequest):
 
 def main() -> None:
     """Measure every case and print one line each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each case, after a warm-up")
     parser.add_argument("--case", choices=[case.name for case in CASES], help="only this one")
     parser.add_argument("--profile", action="store_true", help="print where the event loop spends its time")
-    parser.add_argument("--out", type=Path, help="append the results to this jsonl file")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for case in CASES:
         if args.case not in (None, case.name):
             continue
-        result = measure(case, seconds=args.seconds, is_profiled=args.profile) | circumstances()
-        print(
-            f"{case.name:11} {result['episodes_per_s']:6.0f} episodes/s, {result['cpu_us']:4.0f} us of CPU each, "
-            f"{result['most_running']:4} in flight; lag p99 {result['lag_p99_ms']:5.1f} ms, "
-            f"max {result['lag_max_ms']:6.1f} ms ({result['cores']} cores, load {result['load']})",
-            flush=True,
-        )
-        shares = ", ".join(f"{name} {cpu_us:.0f}" for name, cpu_us in result["cpu_us_by_thread"].items())
-        print(f"{'':11} us by thread: {shares}", flush=True)
-        if args.out:
-            with args.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(result) + "\n")
+        report(args, measure(case, seconds=args.seconds, is_profiled=args.profile), described)
+
+
+def described(result: dict[str, Any]) -> str:
+    """Return a result as text."""
+    shares = ", ".join(f"{name} {cpu_us:.0f}" for name, cpu_us in result["cpu_us_by_thread"].items())
+    return (
+        f"{result['case']:11} {result['episodes_per_s']:6.0f} episodes/s, {result['cpu_us']:4.0f} us of CPU each, "
+        f"{result['most_running']:4} in flight; lag p99 {result['lag_p99_ms']:5.1f} ms, "
+        f"max {result['lag_max_ms']:6.1f} ms ({result['cores']} cores, load {result['load']})\n"
+        f"{'':11} us by thread: {shares}"
+    )
 
 
 def measure(case: Case, *, seconds: float, is_profiled: bool) -> dict[str, Any]:

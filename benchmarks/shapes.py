@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,3 +28,11 @@ def write_config(folder: Path, size: str, **changes: Any) -> None:
     config = Qwen3Config(**SIZES[size] | changes, max_position_embeddings=40_960, rope_theta=1_000_000.0)
     config.architectures = ["Qwen3ForCausalLM"]
     config.save_pretrained(folder)
+
+
+def write_tiny(folder: str) -> None:
+    """Write the model of the quickstart, as `arealite tiny-model` does, which prints its folder."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "quickstart"))
+    from tiny_model import write_tiny_model
+
+    write_tiny_model(out=folder, corpus=None, seed=1)

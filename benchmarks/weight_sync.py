@@ -1,7 +1,7 @@
 """What a weight update costs, and for how long it stops generation, against the transfer alone.
 
-    python benchmarks/weight_sync.py [--rounds 7] [--model small] [--out benchmarks/results/weight_sync.jsonl]
-    python benchmarks/weight_sync.py --senders 2 [--mbit 500] [--rounds 7] [--model small] [--out ...]
+    python benchmarks/weight_sync.py [--rounds 7] [--model small] [--json] [--out benchmarks/results/weight_sync.jsonl]
+    python benchmarks/weight_sync.py --senders 2 [--mbit 500] [--rounds 7] [--model small] [--json] [--out ...]
 
 One trainer and one embedded server, each a process with one thread, which generates 16 completions without end
 meanwhile. A round measures, in turn: `alone`, the same tensors broadcast over gloo from this process to another one
@@ -17,7 +17,6 @@ sender and one from all N, both in groups that an update before has formed: `who
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import multiprocessing
@@ -39,7 +38,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from async_vs_sync import configured, make_actor, served
-from circumstances import circumstances
+from circumstances import options, report
 
 from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.io_struct import ModelRequest, ParamSpec
@@ -76,10 +75,9 @@ WARM_UP = 1
 
 def main() -> None:
     """Measure every model and print one line for each way."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--model", choices=SIZES, help="only this one")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path, help="append the results to this jsonl file")
     parser.add_argument("--senders", type=int, default=1, help="ranks of the trainer, each on a host of its own")
     parser.add_argument("--mbit", type=int, default=500, help="what such a host sends per second")
     args = parser.parse_args()
@@ -91,10 +89,7 @@ def main() -> None:
                     result = measure_senders(name, size, Path(folder), args.rounds, args.senders, args.mbit)
                 else:
                     result = measure(name, size, Path(folder), args.rounds)
-                    report(result)
-            if args.out:
-                with args.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(result) + "\n")
+            report(args, result, described)
 
 
 def measure(name: str, size: dict[str, int], folder: Path, rounds: int) -> dict[str, Any]:
@@ -121,7 +116,7 @@ def measure(name: str, size: dict[str, int], folder: Path, rounds: int) -> dict[
     medians = {key: statistics.median(values) for key, values in found.items()}
     spread = {key: [min(values), max(values)] for key, values in found.items()}
     mib = sum(spec.size for spec in specs) / 2**20
-    return {"model": name, "mib": mib, "rounds": rounds, **medians, "spread": spread, **circumstances()}
+    return {"model": name, "mib": mib, "rounds": rounds, **medians, "spread": spread}
 
 
 @contextmanager
@@ -231,18 +226,7 @@ def measure_senders(
     medians = {key: statistics.median(values) for key, values in found["whole_s"].items()}
     ratio = statistics.median([one / all_ for one, all_ in zip(*found["whole_s"].values(), strict=True)])
     result = {"model": name, "mib": found["mib"], "rounds": rounds, "mbit": mbit, "whole_s_by_senders": medians}
-    print(
-        f"{name:10} {found['mib']:6.1f} MiB, {mbit} Mbit/s per host: "
-        + ", ".join(f"{count} senders {1e3 * seconds:.0f} ms" for count, seconds in medians.items())
-        + f", ratio {ratio:.2f}",
-        flush=True,
-    )
-    return result | {
-        "one_of_all": ratio,
-        "mib_by_sender": found["shares"],
-        "spread": found["whole_s"],
-        **circumstances(),
-    }
+    return result | {"one_of_all": ratio, "mib_by_sender": found["shares"], "spread": found["whole_s"]}
 
 
 @contextmanager
@@ -286,16 +270,20 @@ def be_rank(model: str, address: str, folder: str, rounds: int) -> None:
     actor.destroy()
 
 
-def report(result: dict[str, Any]) -> None:
-    """Print what each way costs."""
-    for way in WAYS:
-        sent_mib, whole_s = result[f"{way}_sent_mib"], result[f"{way}_whole_s"]
-        print(
-            f"{result['model']:10} {sent_mib:6.1f} MiB {way:9} whole {1e3 * whole_s:6.0f} ms, "
-            f"generation pauses for {1e3 * result[f'{way}_pause_s']:5.0f} ms, {result[f'{way}_pause_of_alone']:.2f} of "
-            f"the transfer alone ({1e3 * result['alone_s']:.0f} ms; {result['cores']} cores, load {result['load']})",
-            flush=True,
-        )
+def described(result: dict[str, Any]) -> str:
+    """Return what each way costs, as text, or what one sender and all of them take."""
+    if "one_of_all" in result:
+        seconds = result["whole_s_by_senders"].items()
+        senders = ", ".join(f"{count} senders {1e3 * whole_s:.0f} ms" for count, whole_s in seconds)
+        host = f"{result['mib']:6.1f} MiB, {result['mbit']} Mbit/s per host"
+        return f"{result['model']:10} {host}: {senders}, ratio {result['one_of_all']:.2f}"
+    return "\n".join(
+        f"{result['model']:10} {result[f'{way}_sent_mib']:6.1f} MiB {way:9} "
+        f"whole {1e3 * result[f'{way}_whole_s']:6.0f} ms, "
+        f"generation pauses for {1e3 * result[f'{way}_pause_s']:5.0f} ms, {result[f'{way}_pause_of_alone']:.2f} of "
+        f"the transfer alone ({1e3 * result['alone_s']:.0f} ms; {result['cores']} cores, load {result['load']})"
+        for way in WAYS
+    )
 
 
 if __name__ == "__main__":

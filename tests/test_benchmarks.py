@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,15 +12,57 @@ import pytest
 from cluster.netns import why_impossible
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+PARTS = {"canned_server", "circumstances", "original_peer", "shapes", "trl_peer"}
+SCRIPTS = sorted(path.name for path in BENCHMARKS.glob("*.py") if path.stem not in PARTS)
+TEXTS = {
+    "agents": "ms by thread: arealite-agents",
+    "async_vs_sync": "times as fast (",
+    "data": "warm  first_batch_s",
+    "engine": "lite / generate",
+    "memory": "MiB planned / measured: parameters",
+    "original": " and ours ",
+    "runtime_overhead": "us by thread: arealite-rollout",
+    "weight_sync": " MiB",
+}
+"""What the text of a script's last recorded result has."""
 
 
 def measured(out: Path, *command: str) -> list[Any]:
-    """Run a benchmark, and return what it writes."""
+    """Run a benchmark, and return what it writes, which is what it prints."""
     environment = os.environ | {"PYTHONPATH": str(BENCHMARKS.parent), "OMP_NUM_THREADS": "1"}
-    whole = [sys.executable, BENCHMARKS / command[0], *command[1:], "--out", out]
+    whole = [sys.executable, BENCHMARKS / command[0], *command[1:], "--json", "--out", out]
     done = subprocess.run(whole, capture_output=True, text=True, timeout=300, env=environment, check=False)
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in out.read_text().splitlines()]
+    assert done.stdout == out.read_text()
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def loaded(script: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return what a benchmark defines."""
+    if script == "core.py":
+        pytest.importorskip("ray")
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return runpy.run_path(str(BENCHMARKS / script))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_benchmark_prints_json_and_keeps_results(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main = loaded(script, monkeypatch)["main"]
+    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    told = " ".join(capsys.readouterr().out.split())
+    assert "[--json] [--out OUT]" in told and "[--json] [--out " in told.split(f"python benchmarks/{script}", 1)[1]
+    assert "print JSON instead of text" in told and "append the results to this jsonl file" in told
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_what_was_measured_reads_as_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    described = loaded(f"{name}.py", monkeypatch)["described"]
+    last = (BENCHMARKS / "results" / f"{name}.jsonl").read_text().splitlines()[-1]
+    assert TEXTS[name] in described(json.loads(last))
 
 
 @pytest.mark.slow
