@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torch.nn.utils.rnn import pad_sequence
@@ -177,7 +178,8 @@ def sft_collate(rows: list[dict[str, Any]], pad_token_id: int = 0, processor: An
     batch = {"attention_mask": attention_mask}
     for key, absent in (("input_ids", pad_token_id), ("loss_mask", 0)):
         batch[key] = torch.full(attention_mask.shape, absent, dtype=torch.int64)
-        batch[key][attention_mask] = torch.tensor([value for row in rows for value in row[key]], dtype=torch.int64)
+        values = np.concatenate([[], *(row[key] for row in rows)], dtype=np.int64, casting="unsafe")  # also of no rows
+        batch[key][attention_mask] = torch.from_numpy(values)
     if rows and "images" in rows[0]:
         if processor is None:
             raise ValueError("processor must be given for rows with images: got None. Pass load_image_processor(...).")
