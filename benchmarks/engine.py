@@ -1,10 +1,13 @@
 """The embedded server against what a user would pick in its place: same weights, same prompts, alternating in one run.
 
-    python benchmarks/engine.py [--rounds 5] [--case equal ...] [--vllm PYTHON] [--json] [--out FILE]
+    python benchmarks/engine.py [--rounds 5] [--case equal ...] [--vllm PYTHON] [--sglang PYTHON]
+        [--json] [--out FILE]
 
 A Qwen3 of 4.9 million parameters in float32, `--threads` threads for each side, sampling with logprobs. Sides:
 `generate` and `continuous` (continuous batching) of transformers in this process, and over HTTP `lite`, a real
-server process, and vLLM where the interpreter of its environment is given. Cases:
+server process, and vLLM and SGLang where the interpreters of their environments are given. `gemm` generates nothing: it
+computes the matrix products alone, of all layers and the output layer, with which 64 rows decode as many tokens. What
+lite reaches of that is `of_gemm_bound`; lite also prefills, so the bound can't be reached. Cases:
 
 - equal: 64 prompts of 64 tokens, 64 sampled tokens each, so that batching itself does not matter
 - exponential: 256 prompts, lengths exponential with a mean of 64, at most 256; `generate` runs static batches of 64
@@ -45,6 +48,7 @@ REPOSITORY = Path(__file__).parents[1]
 sys.path.insert(0, str(REPOSITORY / "examples" / "quickstart"))
 from tiny_model import make_tiny_model  # noqa: E402
 
+SIDES = ("generate", "continuous", "gemm")
 BATCH = 64
 CONTEXT = 1024
 READY_S = 600.0
@@ -85,6 +89,17 @@ class Transformers:
             path, dtype=torch.float32, attn_implementation="sdpa"
         ).eval()
         self.process = psutil.Process()
+        layers = [one for one in self._model.modules() if isinstance(one, torch.nn.Linear)]
+        self._products = [(layer, torch.randn(BATCH, layer.in_features)) for layer in layers]
+
+    @torch.inference_mode()
+    def gemm(self, conversations: Sequence[Conversation]) -> int:
+        """Compute what a full batch multiplies for as many tokens; return how many."""
+        wanted = sum(turn.length for turns in conversations for turn in turns)
+        for _ in range(wanted // BATCH):
+            for layer, rows in self._products:
+                layer(rows)
+        return wanted
 
     def generate(self, conversations: Sequence[Conversation]) -> int:
         """Sample static batches; return how many wanted tokens came."""
@@ -137,9 +152,7 @@ class Transformers:
 class Served:
     """A server process that is asked over HTTP, all conversations at once."""
 
-    def __init__(
-        self, process: psutil.Process, url: str, body: Callable[[list[int], int, int], dict[str, Any]]
-    ) -> None:
+    def __init__(self, process: psutil.Process, url: str, body: Body) -> None:
         self.process, self._url, self._body = process, url, body
 
     def __call__(self, conversations: Sequence[Conversation]) -> int:
@@ -176,6 +189,35 @@ def vllm_body(tokens: list[int], length: int, seed: int) -> dict[str, Any]:
     """Return the body of a request to vLLM."""
     params = {"max_tokens": length, "ignore_eos": True, "seed": seed, "logprobs": 0, "temperature": 1.0}
     return {"prompt": tokens, "return_token_ids": True, **params}
+
+
+def sglang_body(tokens: list[int], length: int, seed: int) -> dict[str, Any]:
+    """Return the body of a request to SGLang, which takes no seeds on CPUs."""
+    body = lite_body(tokens, length, seed)
+    del body["sampling_params"]["sampling_seed"]
+    return body
+
+
+Body = Callable[[list[int], int, int], dict[str, Any]]
+PEERS: dict[str, tuple[str, Body, list[str], dict[str, str]]] = {
+    "vllm": (
+        "v1/completions",
+        vllm_body,
+        ["--model", "", "--dtype", "float32", "--max-model-len", str(CONTEXT), "--max-num-seqs", str(BATCH)],
+        {"VLLM_CPU_KVCACHE_SPACE": "1"},
+    ),
+    "sglang": (
+        "generate",
+        sglang_body,
+        [
+            *("--model-path", "", "--dtype", "float32", "--context-length", str(CONTEXT), "--device", "cpu"),
+            *("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-overlap-schedule"),
+            *("--max-running-requests", str(BATCH), "--max-total-tokens", str(BATCH * CONTEXT // 2)),
+        ],
+        {"SGLANG_USE_CPU_ENGINE": "0"},
+    ),
+}
+"""Servers of other environments: path and body of requests, flags (an empty one is the model), variables."""
 
 
 def output_of(answer: dict[str, Any]) -> tuple[list[int], int]:
@@ -245,7 +287,7 @@ def measure(
                 ratios = [ours[column] / pair[column] for ours, pair in zip(rates["lite"][1:], pairs[1:], strict=True)]
                 found[f"ratio_{name}_{unit}"] = statistics.median(ratios)
                 found[f"ratio_{name}_{unit}_spread"] = [min(ratios), max(ratios)]
-    return found
+    return found | ({"of_gemm_bound": found["ratio_gemm_s"]} if "gemm" in sides else {})
 
 
 def main() -> None:
@@ -254,8 +296,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2, help="of each side")
     parser.add_argument("--case", action="append", choices=cases(), help="one of the cases; may be repeated")
-    parser.add_argument("--side", action="append", choices=["generate", "continuous"], help="of transformers; both")
-    parser.add_argument("--vllm", help="interpreter of an environment that has vLLM")
+    parser.add_argument("--side", action="append", choices=SIDES, help="beside the servers; all")
+    for name in PEERS:
+        parser.add_argument(f"--{name}", help=f"interpreter of an environment that has {name}")
     parser.add_argument("--vllm-eager", action="store_true", help="start vLLM with --enforce-eager: ready sooner")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -263,19 +306,18 @@ def main() -> None:
         path = make_tiny_model(Path(folder) / "model", hidden=256, layers=6, heads=4, kv_heads=2, mlp=768, tie=False)
         env = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1"}
         peer = Transformers(path)
-        every = {"generate": peer.generate, "continuous": peer.continuous}
-        sides: dict[str, Any] = {name: (peer.process, every[name]) for name in args.side or every}
+        sides: dict[str, Any] = {name: (peer.process, getattr(peer, name)) for name in args.side or SIDES}
         command = [sys.executable, "-m", "arealite.server", "--model-path", str(path), "--threads", str(args.threads)]
         command += ["--slots", str(BATCH), "--context", str(CONTEXT)]
         process, url = stack.enter_context(started(command, env, Path(folder) / "lite.log"))
         sides["lite"] = process, Served(process, f"{url}/generate", lite_body)
-        if args.vllm:
-            command = [args.vllm, "-m", "arealite.launcher.serve.vllm_server", "--model", str(path)]
-            command += ["--dtype", "float32", "--max-model-len", str(CONTEXT), "--max-num-seqs", str(BATCH)]
-            command += ["--enforce-eager"] * args.vllm_eager
-            env |= {"VLLM_CPU_KVCACHE_SPACE": "1"}
-            process, url = stack.enter_context(started(command, env, Path(folder) / "vllm.log"))
-            sides["vllm"] = process, Served(process, f"{url}/v1/completions", vllm_body)
+        for name, (place, body, flags, variables) in PEERS.items():
+            if python := getattr(args, name):
+                command = [python, "-m", f"arealite.launcher.serve.{name}_server"]
+                command += [flag or str(path) for flag in flags]
+                command += ["--enforce-eager"] * (name == "vllm" and args.vllm_eager)
+                process, url = stack.enter_context(started(command, env | variables, Path(folder) / f"{name}.log"))
+                sides[name] = process, Served(process, f"{url}/{place}", body)
         for name, conversations in cases().items():
             if args.case and name not in args.case:
                 continue

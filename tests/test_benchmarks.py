@@ -98,13 +98,16 @@ def test_agents_are_measured(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_embedded_engine_is_measured(tmp_path: Path) -> None:
-    sizes = ["--rounds", "1", "--threads", "1", "--side", "generate", "--case", "equal", "--case", "turns"]
+    sizes = ["--rounds", "1", "--threads", "1", "--case", "equal", "--case", "turns"]
+    sizes += ["--side", "generate", "--side", "gemm"]
     equal, turns = measured(tmp_path / "found.jsonl", "engine.py", *sizes)
     assert [(one["case"], one["tokens"]) for one in (equal, turns)] == [("equal", 64 * 64), ("turns", 32 * 4 * 32)]
     for found in (equal, turns):
         for unit in ("s", "cpu_s"):
             rates = [found[f"{side}_tok_per_{unit}"] for side in ("lite", "generate")]
             assert found[f"ratio_generate_{unit}"] == pytest.approx(rates[0] / rates[1], rel=0.01)
+        assert found["of_gemm_bound"] == pytest.approx(found["lite_tok_per_s"] / found["gemm_tok_per_s"], rel=0.01)
+        assert found["lite_tok_per_cpu_s"] < found["gemm_tok_per_cpu_s"], "which computes a part of what lite does"
 
 
 @pytest.mark.slow
