@@ -66,7 +66,7 @@ test-examples: $(VENV)/.installed-dev            ## run what the docs tell to ty
 test-install: $(VENV)/.installed-dev            ## install the wheel outside of a checkout, and train what arealite init writes (3 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/test_packaging.py tests/cli/test_init.py $(ARGS)
 
-test-benchmarks: $(VENV)/.installed-dev            ## run every benchmark, briefly: what it measures is right, and how fast is not asked (8 minutes)
+test-benchmarks: $(VENV)/.installed-dev            ## run every benchmark but algorithms.py, briefly: what it measures is right, and how fast is not asked (8 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/test_benchmarks.py $(ARGS)
 
 WRAPPERS = $(VENV)/bin/python -m pytest -q tests/cli/test_check.py
