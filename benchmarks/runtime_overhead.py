@@ -8,6 +8,8 @@ after a delay. There is no model and no tokenizer; ledger and rollout files are 
 keeps 4,096 episodes in flight that take four seconds each, give or take a third: about as many per second as the
 machine can do (with a long tail the bound on staleness would wait for stragglers, which is no overhead). Lag is how
 much later than due a timer of the event loop fires; it is asked for every 5 ms. The trainer only takes batches.
+`log` writes the rollout file of 256 made-up episodes of 512 tokens without texts, and the same rows as JSON lines, as
+was done once: bytes of a token, and microseconds of CPU.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import cProfile
+import json
 import pstats
 import subprocess
 import sys
@@ -33,9 +36,13 @@ from tensordict import TensorDict
 
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
 from arealite.api.engine_api import InferenceEngine
-from arealite.api.io_struct import ModelRequest
+from arealite.api.io_struct import ModelRequest, ModelResponse, PromptId
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.engine.sglang_remote import RemoteSGLangEngine
+from arealite.rollout.account.rollout_file import batch_files, read_file
+from arealite.rollout.account.store import RolloutStore
+from arealite.rollout.episode import Episode
+from arealite.rollout.prompts import Prompt
 from arealite.workflow.trajectory import trajectory_from_response
 
 PROMPT_TOKENS = 32
@@ -106,7 +113,7 @@ def main() -> None:
     """Measure every case and print one line each."""
     parser = options(__doc__)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each case, after a warm-up")
-    parser.add_argument("--case", choices=[case.name for case in CASES], help="only this one")
+    parser.add_argument("--case", choices=[*(case.name for case in CASES), "log"], help="only this one")
     parser.add_argument("--profile", action="store_true", help="print where the event loop spends its time")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -114,6 +121,8 @@ def main() -> None:
         if args.case not in (None, case.name):
             continue
         report(args, measure(case, seconds=args.seconds, is_profiled=args.profile), described)
+    if args.case in (None, "log"):
+        report(args, measure_log())
 
 
 def described(result: dict[str, Any]) -> str:
@@ -164,6 +173,40 @@ def measure(case: Case, *, seconds: float, is_profiled: bool) -> dict[str, Any]:
         "most_running": workflow.most_running,
         "lag_p99_ms": 1e3 * lags[int(0.99 * len(lags))],
         "lag_max_ms": 1e3 * lags[-1],
+    }
+
+
+def measure_log(num_episodes: int = 256, num_tokens: int = 512) -> dict[str, Any]:
+    """Store episodes whose ids are log-uniform, as those of texts nearly are; return what a token takes."""
+    draw = torch.Generator().manual_seed(0)
+    episodes = []
+    for index in range(num_episodes):
+        ids = (151_936 ** torch.rand(PROMPT_TOKENS + num_tokens, generator=draw)).int().tolist()
+        logprobs = torch.empty(num_tokens).exponential_(generator=draw).neg().tolist()
+        sampled = (ids[PROMPT_TOKENS:], logprobs, [0] * num_tokens)
+        episode = Episode(Prompt(PromptId(0, index), workflow=OneRequest()), attempt=0, head_version=0, seed=1)
+        episode.trajectory = trajectory_from_response(ModelResponse(ids[:PROMPT_TOKENS], *sampled, "stop", ""), 1.0)
+        episodes.append(episode)
+    with tempfile.TemporaryDirectory() as folder:
+        store = RolloutStore(Path(folder))
+        for _ in range(2):  # the first warms up
+            began_s = time.process_time()
+            store.append("step_0", episodes, 0)
+            store.flush()
+            stored_s = time.process_time() - began_s
+        _, file = batch_files(Path(folder, "step_0")).values()
+        rows, num_bytes = list(read_file(file)), file.stat().st_size
+        store.close()
+    began_s = time.process_time()
+    json_bytes = sum(len(json.dumps(row)) for row in rows)
+    json_s, count = time.process_time() - began_s, num_episodes * (PROMPT_TOKENS + num_tokens)
+    found = {"bytes": num_bytes / count, "cpu_us": 1e6 * stored_s / count}
+    return {
+        "case": "log",
+        "tokens": count,
+        **found,
+        "json_bytes": json_bytes / count,
+        "json_cpu_us": 1e6 * json_s / count,
     }
 
 
