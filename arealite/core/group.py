@@ -59,7 +59,8 @@ class _Task:
 
     call: Call
     reply: Reply
-    begins: int | None = None
+    step: int  # of the batch that it works on, or that it begins
+    begins: bool = False
     num_attempts: int = 0
     is_done: bool = False
 
@@ -71,7 +72,7 @@ class WorkerGroup:
         self, spec: GroupSpec, record: Callable[[CallRecord], None], note_incident: Callable[[str], None]
     ) -> None:
         self.spec = spec
-        self.step = 0  # of the run, for records
+        self.step = 0  # of the run
         self.num_respawns, self.num_replayed = 0, 0  # workers that replaced lost ones; calls that were done again
         self._record, self._note_incident = record, note_incident
         self._makers: dict[str, Callable[[], Any]] = {}  # of engines, by role
@@ -107,11 +108,13 @@ class WorkerGroup:
 
     def submit(self, call: Call) -> Reply:
         """Let every rank do a call, once it is its turn and its inputs are there; return at once."""
-        return self._submit(_Task(call, Reply(Pieces(make_again=self._make_again))))
+        step = self.step if call.step is None else call.step
+        return self._submit(_Task(call, Reply(Pieces(make_again=self._make_again)), step))
 
     def begin_step(self, step: int) -> None:
         """After the calls so far, take the snapshot to which the group goes back if it is lost from here on."""
-        self._submit(_Task(Call("snapshot", "", "snapshot"), Reply(Pieces()), begins=step))
+        self.step = step
+        self._submit(_Task(Call("snapshot", "", "snapshot"), Reply(Pieces()), step, begins=True))
 
     def _submit(self, task: _Task) -> Reply:
         with CHANGED:
@@ -181,8 +184,8 @@ class WorkerGroup:
         """Do a call and hand over what came of it."""
         call, world = task.call, self._world
         assert world is not None, "a world is formed first"
-        if task.begins is not None:
-            self._take_snapshot(task, task.begins, world)
+        if task.begins:
+            self._take_snapshot(task, world)
             return
         try:
             layout, references = self._inputs(call)
@@ -205,7 +208,7 @@ class WorkerGroup:
             return
         self._record(
             CallRecord(
-                step=self.step if call.step is None else call.step,
+                step=task.step,
                 call=call.name,
                 role=call.role,
                 group=self.spec.name,
@@ -252,18 +255,17 @@ class WorkerGroup:
 
     # Snapshots
 
-    def _take_snapshot(self, task: _Task, step: int, world: World) -> None:
+    def _take_snapshot(self, task: _Task, world: World) -> None:
         """Let the ranks take one, before the next call; it comes here while they go on.
 
         Price: each rank copies its shards to memory at the start of a step, when the group mostly waits for rollouts,
         and this node holds one snapshot of every trained role, 12 bytes per parameter, two while the next one comes.
         """
-        self.step = step
         task.is_done = True
         references = world.snapshot()
-        Thread(target=self._keep, args=(references, task, step, world), name="arealite-snapshot", daemon=True).start()
+        Thread(target=self._keep, args=(references, task, world), name="arealite-snapshot", daemon=True).start()
 
-    def _keep(self, references: list[Any], task: _Task, step: int, world: World) -> None:
+    def _keep(self, references: list[Any], task: _Task, world: World) -> None:
         """Hold a snapshot on this node too, as it would die with its rank's; forget the calls of earlier steps."""
         try:
             values = ray.get(references, timeout=self.spec.call_timeout_s)
@@ -276,7 +278,7 @@ class WorkerGroup:
         with CHANGED:
             if self._world is world and task in self._tasks:
                 earlier = self._tasks[: self._tasks.index(task)]
-                self._tasks[: len(earlier) + 1] = [one for one in earlier if one.call.step == step]
+                self._tasks[: len(earlier) + 1] = [one for one in earlier if one.call.step == task.step]
                 self._lasting += [one for one in earlier if one.call.redo == "always"]
                 self._snapshots = references, values
 

@@ -23,7 +23,7 @@ from arealite.core.graph import DataFlowGraph, ModelFunctionCall
 from arealite.core.group import Reply
 from arealite.core.names import named
 from arealite.core.page import Progress, write_page
-from arealite.core.records import CallLog, idle_share, overlap
+from arealite.core.records import CallLog, CallRecord, summary
 from arealite.core.sources import Episodes, MakeWorkflow, Rows
 from arealite.core.workers import Workers
 from arealite.launcher.plan.layout import make_layout
@@ -50,6 +50,7 @@ class Master:
         self._calls_ahead = _calls_ahead(config, graph)
         self._ahead: dict[str, Reply] = {}  # those of the next step's batch
         self._states_ahead: dict[str, CallState] = {}
+        self._records_ahead: list[CallRecord] = []
         self.progress = Progress(graph)
 
     def run(self) -> None:
@@ -177,22 +178,21 @@ class Master:
         return reply
 
     def _measure(self) -> dict[str, float]:
-        """Log the calls since the last step, and return what they tell about the workers."""
+        """Log the calls since the last time, and return what those of this step tell about the workers."""
         records = self.workers.take_records()
         for one in records:
             self._log.append(one)
-        calls = [one for one in records if one.call in self.graph.named]
+        records = [*self._records_ahead, *(one for one in records if one.call in self.graph.named)]
+        calls = [one for one in records if one.step <= self.progress.step]
+        self._records_ahead = [one for one in records if one.step > self.progress.step]
         self.progress.calls, self.progress.states, self._states_ahead = calls, self._states_ahead, {}
         if not calls:
             return self.workers.metrics()
-        begin, end = min(one.begin for one in calls), max(one.end for one in calls)
+        last = summary(calls, [group.spec.name for group in self.workers.groups])
         seconds = {f"time/{one.call}_s": one.seconds for one in calls}
-        idle = {
-            f"core/idle_{group.spec.name}": idle_share(calls, group.spec.name, begin, end)
-            for group in self.workers.groups
-        }
-        moved = sum(one.moved_mib for one in calls)
-        return {**seconds, **idle, "core/overlap": overlap(calls), "core/moved_mib": moved} | self.workers.metrics()
+        idle = {f"core/idle_{group}": share for group, share in last.idle.items()}
+        of_all = {"core/overlap": last.overlap, "core/moved_mib": last.moved_mib}
+        return seconds | idle | of_all | self.workers.metrics()
 
     @contextmanager
     def _page(self) -> Iterator[None]:

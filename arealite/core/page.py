@@ -14,7 +14,7 @@ from arealite import viewer
 from arealite.api.run_folder import RunFolder
 from arealite.core.drawing import CallState, clock
 from arealite.core.graph import DataFlowGraph
-from arealite.core.records import CallRecord, idle_share, overlap
+from arealite.core.records import CallRecord, Summary, summary
 from arealite.launcher.plan.layout import Group
 from arealite.utils.files import write_atomically
 
@@ -75,15 +75,16 @@ def render(run: RunFolder, progress: Progress, *, now: float) -> str:
     lead = f"Step {progress.step} {'was the last' if progress.is_finished else 'is running'}. "
     lead += f"This page was written on {_date(now)} at {clock(now)}."
     reload = "" if progress.is_finished else f'<meta http-equiv="refresh" content="{RELOAD_S}">'
+    last = summary(progress.calls, [group.name for group in progress.machines]) if progress.calls else None
     body = [
         f'<header><p class="brand">AReaLite dataflow</p><h1>{title}</h1><p class="lead">{lead}</p></header>',
-        _cards(progress),
+        _cards(progress.calls, last) if last else "",
         _section(f"Step {progress.step}", f'<div class="drawing">{progress.graph.to_svg(progress.states)}</div>'),
-        _section("Groups of workers", _groups(progress)),
+        _section("Groups of workers", _groups(progress, last)),
     ]
-    if progress.calls:
-        last = f"Timeline of step {progress.calls[0].step}"
-        body.append(_section(last, f'<div class="drawing">{_timeline(progress.calls)}</div>'))
+    if last:
+        heading = f"Timeline of step {progress.calls[0].step}"
+        body.append(_section(heading, f'<div class="drawing">{_timeline(progress.calls, last)}</div>'))
     body.append(_section("Incidents", _incidents(progress.incidents)))
     content = "\n".join(body)
     return f"""<!doctype html>
@@ -111,27 +112,23 @@ def _section(heading: str, content: str) -> str:
     return f"<section><h2>{heading}</h2>{content}</section>"
 
 
-def _cards(progress: Progress) -> str:
-    """Return the numbers of the last finished step; nothing before there is one."""
-    calls = progress.calls
-    if not calls:
-        return ""
-    begin, end = _span(calls)
+def _cards(calls: Sequence[CallRecord], last: Summary) -> str:
+    """Return the numbers of the last finished step."""
     num_again = sum(call.attempt > 1 for call in calls)
     cards = [
-        ("Last step", f"{end - begin:.1f} s", f"{len(calls)} calls of step {calls[0].step}"),
-        ("Overlap", f"{overlap(calls):.2f}", "seconds of calls per second"),
-        ("Moved", f"{sum(call.moved_mib for call in calls):,.1f} MiB", "between workers"),
+        ("Last step", f"{last.end - last.begin:.1f} s", f"{len(calls)} calls of step {calls[0].step}"),
+        ("Overlap", f"{last.overlap:.2f}", "seconds of calls per second"),
+        ("Moved", f"{last.moved_mib:,.1f} MiB", "between workers"),
         ("Run again", str(num_again), "calls after a failure"),
     ]
     texts = (f'<div class="card"><dt>{name}</dt><dd>{value}</dd><p>{note}</p></div>' for name, value, note in cards)
     return f'<dl class="cards">{"".join(texts)}</dl>'
 
 
-def _groups(progress: Progress) -> str:
+def _groups(progress: Progress, last: Summary | None) -> str:
     rows = [("group", "roles", "ranks", "machines", "idle in the last step")]
     for group, machines in progress.machines.items():
-        idle = f"{idle_share(progress.calls, group.name, *_span(progress.calls)):.0%}" if progress.calls else ""
+        idle = f"{last.idle[group.name]:.0%}" if last else ""
         rows.append((group.name, ", ".join(group.roles), str(group.num_ranks), ", ".join(machines), idle))
     return _table(rows, kind="groups")
 
@@ -152,17 +149,17 @@ def _table(rows: Iterable[Sequence[str]], *, kind: str) -> str:
     return f'<div class="table {kind}"><table>{"".join(lines)}</table></div>'
 
 
-def _timeline(calls: Sequence[CallRecord]) -> str:
+def _timeline(calls: Sequence[CallRecord], last: Summary) -> str:
     """Draw a bar per attempt, in the order in which they began, over the seconds of the step."""
-    start, end = _span(calls)
-    scale = BAR_WIDTH / (end - start)
+    start, seconds = last.begin, last.end - last.begin
+    scale = BAR_WIDTH / seconds
     zero = 16 + LETTER_WIDTH * max(len(f"{call.call} {call.group}") for call in calls)
     width, height = zero + BAR_WIDTH + END_WIDTH, ROW_HEIGHT * (len(calls) + 1)
     lines = [
         f'<svg class="timeline" role="img" aria-label="timeline of calls" width="{width:g}" height="{height}" '
         f'viewBox="0 0 {width:g} {height}">'
     ]
-    for second in _ticks(end - start):
+    for second in _ticks(seconds):
         x = zero + second * scale
         lines.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height - ROW_HEIGHT}"/>')
         lines.append(f'<text class="soft" text-anchor="middle" x="{x:.1f}" y="{height - 8}">{second:g} s</text>')
@@ -184,12 +181,6 @@ def _ticks(seconds: float) -> list[float]:
     size = 10.0 ** math.floor(math.log10(seconds / 7))
     step = next(size * factor for factor in (1, 2, 5, 10) if seconds <= 7 * size * factor)
     return [number * step for number in range(int(seconds / step) + 1)]
-
-
-def _span(calls: Sequence[CallRecord]) -> tuple[float, float]:
-    """Return begin and end of a step, at least a millisecond apart."""
-    begin = min(call.begin for call in calls)
-    return begin, max(begin + 1e-3, *(call.end for call in calls))
 
 
 def _date(time: float) -> str:

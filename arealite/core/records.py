@@ -4,7 +4,7 @@ A resumed run drops the lines of steps that it redoes.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,19 @@ class CallRecord:
         return self.end - self.begin
 
 
+@dataclass(frozen=True)
+class Summary:
+    """What the calls of a step come to; times in unix seconds."""
+
+    begin: float
+    end: float
+    """At least a millisecond later."""
+    overlap: float
+    moved_mib: float
+    idle: Mapping[str, float]
+    """By group, the share of this time in which its workers ran none of these calls."""
+
+
 class CallLog:
     """Writes the file, from step `start_step` on; FileError if it can't be read, OSError if it can't be written."""
 
@@ -61,6 +74,14 @@ def _line(record: CallRecord) -> str:
 
 def _record(row: dict[str, Any]) -> CallRecord:
     return CallRecord(**row | {"machines": tuple(row["machines"])})
+
+
+def summary(calls: Sequence[CallRecord], groups: Iterable[str]) -> Summary:
+    """Sum up one or more calls of a step, which these groups of workers ran."""
+    begin = min(call.begin for call in calls)
+    end = max(begin + 1e-3, *(call.end for call in calls))
+    idle = {group: idle_share(calls, group, begin, end) for group in groups}
+    return Summary(begin, end, overlap(calls), sum(call.moved_mib for call in calls), idle)
 
 
 def overlap(records: Sequence[CallRecord]) -> float:

@@ -1,6 +1,7 @@
 """Asynchronous PPO with a critic as a graph: it learns, and keeps what a script of ranks promises."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ EVEN = """
 def even(prompt, completions, prompt_ids, completion_ids, **row):
     return sum(token % 2 == 0 for token in completion_ids) / len(completion_ids)
 """
+CARD = re.compile(r"<dt>(.*?)</dt><dd>(.*?)</dd><p>(.*?)</p>")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("core_async")]
 
 
@@ -96,6 +98,22 @@ def test_the_reference_works_on_the_next_batch_while_the_policy_trains(run: Path
     assert ahead, "no batch was certain before the update of the step before had ended"
     both = [calls["ref_inf", ahead[0]], calls["actor_train", ahead[0] - 1]]
     assert overlap(both) >= 1.0 and all(row["core/overlap"] >= 1.0 for row in metrics(run))
+
+
+def test_page_metrics_and_log_agree_on_the_calls_of_a_step(run: Path) -> None:
+    """Also where the one of the reference ran while the policy still trained on the batch before."""
+    calls = [one for one in read_calls(run / "calls.jsonl") if "." not in one.call]
+    for step, row in enumerate(metrics(run)):
+        of_step = [one for one in calls if one.step == step]
+        assert row["core/overlap"] == pytest.approx(overlap(of_step))
+        assert {one.call: row[f"time/{one.call}_s"] for one in of_step} == pytest.approx(
+            {one.call: one.seconds for one in of_step}
+        )
+    page = (run / "graph.html").read_text()
+    cards = {name: (value, note) for name, value, note in CARD.findall(page)}
+    assert cards["Overlap"][0] == f"{overlap(of_step):.2f}"
+    assert cards["Last step"][1] == f"{len(of_step)} calls of step {STEPS - 1}" == f"6 calls of step {STEPS - 1}"
+    assert f"Timeline of step {STEPS - 1}<" in page
 
 
 def test_a_step_can_be_replayed(run: Path) -> None:

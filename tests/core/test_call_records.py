@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arealite.core.records import CallLog, CallRecord, idle_share, overlap, read_calls
+from arealite.core.records import CallLog, CallRecord, Summary, idle_share, overlap, read_calls, summary
 from arealite.utils.files import FileError
 
 
@@ -26,6 +26,14 @@ def test_idle_share_of_a_group() -> None:
     assert idle_share(records, "actor", 2, 8) == 1 - 3 / 6, "calls are cut at both ends"
     assert idle_share(records, "ref", 0, 10) == 0.0
     assert idle_share(records, "critic", 0, 10) == 1.0
+
+
+def test_a_step_in_numbers() -> None:
+    calls = [record(2, 4), record(3, 6, group="ref"), record(8, 10)]
+    idle = {"actor": 1 - 4 / 8, "ref": 1 - 3 / 8, "critic": 1.0}
+    assert summary(calls, idle) == Summary(2, 10, overlap=7 / 6, moved_mib=4.5, idle=idle)
+    at_once = summary([record(5, 5)], ["actor"])
+    assert at_once == Summary(5, 5.001, overlap=0.0, moved_mib=1.5, idle={"actor": 1.0}), "a clock may stand still"
 
 
 intervals = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), min_size=1, max_size=8)
