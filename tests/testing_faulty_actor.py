@@ -1,9 +1,10 @@
-"""A policy that a fault befalls once at each place that PLACES names, in a module that workers can import."""
+"""A policy and a critic that a fault befalls once at each place of PLACES, in a module that workers can import."""
 
 import os
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from testing_groups import strike
@@ -11,10 +12,13 @@ from testing_groups import strike
 from arealite.api.io_struct import SaveLoadMeta, WeightUpdateMeta
 from arealite.engine import fsdp_weights
 from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.engine.ppo.critic import FSDPPPOCritic
 from arealite.utils.files import FileEntry
 
 PLACES = "AREAL_TEST_FAULTS"
-"""Variable: a folder with an empty file for each place, `<role>-<call>-<version>-<rank>-<fault>`, which is removed."""
+"""Variable: a folder with an empty file for each place, `<role>-<call>-<version>-<rank>-<fault>`, which is removed.
+
+The version of a critic counts how often its weights have changed: when it was loaded, and in each optimizer step."""
 
 
 class FaultyActor(FSDPPPOActor):
@@ -62,7 +66,23 @@ class FaultyActor(FSDPPPOActor):
         return super().fingerprint()
 
     def _maybe(self, call: str) -> None:
-        role = "ref" if self.config.optimizer is None else "actor"
-        for place in Path(os.environ[PLACES]).glob(f"{role}-{call}-{self._version}-{dist.get_rank()}-*"):
-            place.unlink()
-            strike(place.name.rpartition("-")[2])
+        strike_at("ref" if self.config.optimizer is None else "actor", call, self._version)
+
+
+class FaultyCritic(FSDPPPOCritic):
+    """The critic."""
+
+    def compute_values(self, batch: TensorDict) -> torch.Tensor:
+        strike_at("critic", "values", self.num_changes)
+        return super().compute_values(batch)
+
+    def ppo_update(self, batch: TensorDict) -> dict[str, float]:
+        metrics = super().ppo_update(batch)
+        strike_at("critic", "update", self.num_changes)
+        return metrics
+
+
+def strike_at(role: str, call: str, version: int) -> None:
+    for place in Path(os.environ[PLACES]).glob(f"{role}-{call}-{version}-{dist.get_rank()}-*"):
+        place.unlink()
+        strike(place.name.rpartition("-")[2])

@@ -81,7 +81,7 @@ def train(folder: Path, trial: str, script: Path, config: str, *overrides: str) 
 
 
 def train_in_forks(
-    folder: Path, trial: str, script: Path, config: str, *overrides: str, ranks: int = 1
+    folder: Path, trial: str, script: Path, config: str, *overrides: str, ranks: int = 1, **environment: str
 ) -> dict[str, Any]:
     """Train by hand, in forks that need not import torch, and return what must not depend on the script."""
     log = folder / f"{trial}.log"
@@ -98,7 +98,7 @@ def train_in_forks(
         start(server.main, served)
         given = (f"rollout.server_addrs=[127.0.0.1:{port}]", "rollout.backend=lite")
         words = arguments(folder, trial, config, *given, *overrides)
-        group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": meeting}
+        group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": meeting} | environment
         places = [group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
         processes = [start(run_script, script, words, **place) for place in places]
         statuses = [testing_forks.status_of(process, 600.0) for process in processes]
@@ -121,17 +121,22 @@ def run_script(script: Path, words: list[str]) -> None:
 
 def numbers_of(run: Path) -> dict[str, Any]:
     """Return what must not depend on the script that has trained."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert not undocumented({key for row in rows for key in row})
-    of_clocks = ("time/", "perf/", "core/", "wait/", "bound/", "weights/pause_s", "weights/sent_mib")
     return {
         "weights": (run / "weights.jsonl").read_text(),
-        "metrics": [{key: row[key] for key in row if not key.startswith(of_clocks)} for row in rows],
+        "metrics": metrics_of(run),
         "rollouts": {
             path.name: sorted(map(without_server, stored_rows(path))) for path in sorted((run / "rollouts").iterdir())
         },
         "updates": {path.parent.name: updates_of(path) for path in (run / "rollouts").glob("step_*/0.parquet")},
     }
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    """Return the metrics of each step but for those of clocks."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert not undocumented({key for row in rows for key in row})
+    of_clocks = ("time/", "perf/", "core/", "wait/", "bound/", "weights/pause_s", "weights/sent_mib")
+    return [{key: row[key] for key in row if not key.startswith(of_clocks)} for row in rows]
 
 
 def updates_of(batch: Path) -> list[str]:
@@ -197,3 +202,22 @@ def test_a_run_continues_as_a_graph_what_a_script_of_ranks_began_and_the_other_w
     for one in (whole, parts):  # each part ends with an evaluation
         one["rollouts"] = {name: rows for name, rows in one["rollouts"].items() if not name.startswith("eval")}
     assert len(whole["rollouts"]) == 6 and differences(whole, parts) == []
+
+
+def test_fine_tuning_by_script_and_graph_have_equal_numbers(tmp_path: Path) -> None:
+    """The last model is compared, as nobody is served versions of the weights."""
+    write_tiny_model(out=tmp_path / "model", corpus=None, seed=1)
+    words = ["--config", str(EXAMPLES / "configs" / "gsm8k_sft_cpu.yaml"), f"model.path={tmp_path / 'model'}"]
+    words += [f"cluster.fileroot={tmp_path}", "experiment_name=core", "total_train_steps=4", "evaluator.freq_steps=2"]
+    words += [f"train_dataset.path={WORD_PROBLEMS}?train=200&test=10", "train_dataset.batch_size=8"]
+    found, graph = [], (TRAINING / "main_sft.py", "workers={}")
+    for trial, (script, *more) in {"script": (EXAMPLES / "gsm8k_sft.py",), "graph": graph}.items():
+        log, run = tmp_path / f"{trial}.log", tmp_path / "core" / trial
+        process = testing_forks.start(logged, log, run_script, script, [*words, f"trial_name={trial}", *more])
+        assert testing_forks.status_of(process, 300.0) == 0, log.read_text()
+        (weights,) = run.glob("checkpoints/*/model.safetensors")
+        found.append((weights.name, weights.read_bytes(), metrics_of(run)))
+    assert found[0] == found[1]
+    rows = found[0][2]
+    assert [row["step"] for row in rows if "eval/loss" in row] == [0, 2, 4]
+    assert rows[-1]["eval/loss"] < rows[0]["eval/loss"] - 0.5

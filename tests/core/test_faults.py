@@ -15,10 +15,11 @@ import pytest
 pytest.importorskip("ray")
 from cluster.common import wait_until
 from cluster.ray_cluster import ray_cluster
-from test_equal_numbers import differences, launch_command, migrated, train
+from test_equal_numbers import TRAINING, differences, launch_command, migrated, train, train_in_forks
 from testing_faulty_actor import PLACES
 from testing_quickstart import write_tiny_model
 
+from arealite.core.records import read_calls
 from arealite.utils.processes import kill_tree, wait_gone
 
 pytestmark = pytest.mark.slow
@@ -104,6 +105,32 @@ def test_a_run_that_loses_workers_in_every_call_has_the_numbers_of_a_calm_one(
     incidents = [line for line in (logs / "trainer-0.log").read_text().splitlines() if " is started again (" in line]
     measured(lost_groups=len(incidents), equal_versions=shaken["weights"].count("\n"))
     assert len(incidents) == len(FAULTS)
+
+
+def test_a_graph_that_loses_its_critic_has_the_numbers_of_a_calm_one(
+    tmp_path: Path, faults: Path, measured: Callable[..., None]
+) -> None:
+    """Its worker dies before it has the values of step 1, and with new weights that nobody knows of in step 2."""
+    before = "from arealite.core.experiments import ppo\n"
+    after = "from testing_faulty_actor import FaultyCritic\n\nfrom arealite.core import experiments\n"
+    text = (TRAINING / "main_sync_ppo.py").read_text()
+    assert text.count(before) == 1
+    script = tmp_path / "main_faulty_ppo.py"
+    script.write_text(text.replace(before, f"{after}{before}\nexperiments.FSDPPPOCritic = FaultyCritic\n"))
+    told = ["allocation_mode=d1p1t1", "workers.critic.ranks=1", "total_train_steps=3"]
+    told += ["valid_dataset=null", "evaluator.freq_steps=null"]
+    environment = {name: os.environ[name] for name in (PLACES, "PYTHONPATH")}
+    calm = train_in_forks(tmp_path, "calm", script, "gsm8k_ppo", *told, **environment)
+    for name in ("critic-values-3-0-killed", "critic-update-7-0-killed"):  # two minibatches per batch
+        (faults / name).touch()
+    shaken = train_in_forks(tmp_path, "shaken", script, "gsm8k_ppo", *told, **environment)
+    assert list(faults.iterdir()) == [] and differences(calm, shaken) == []
+    run = tmp_path / "core" / "shaken"
+    assert_nothing_was_lost(run, measured)
+    again = {(one.step, one.call) for one in read_calls(run / "calls.jsonl") if one.attempt > 1 and "." not in one.call}
+    assert {(2, "critic_inf"), (2, "critic_train")} <= again
+    assert "of 3 restarts) and does" in (run / "graph.html").read_text()
+    measured(lost_groups=2, equal_versions=shaken["weights"].count("\n"))
 
 
 @pytest.mark.xdist_group("core_faults")
