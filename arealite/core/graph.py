@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -191,6 +192,15 @@ class DataFlowGraph:
             for before, keys in needed.items()
             if not any(before in self.ancestors[other] for other in needed)
         ]
+
+    def __str__(self) -> str:
+        """Return the calls in their order, each with its role, the keys that it reads, and those that it makes."""
+        lines = ["calls of a step"]
+        for call in self.order():
+            made = ", ".join(call.outputs) or ("weights" if call in self.train_steps else "metrics")
+            told = f"{call.name} ({call.role}): {', '.join(call.inputs)} -> {made}".replace(":  ->", ": ->")
+            lines += textwrap.wrap(told, 118, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
+        return "\n".join(lines)
 
     def to_svg(self, states: Mapping[str, CallState] | None = None) -> str:
         """Return an `<svg>` from left to right; None shows no states, and a call without one waits."""

@@ -1,5 +1,6 @@
 """The graphs of experiments, and the one that docs/core.md shows, fit the configs of the examples."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,12 @@ import torch
 from tensordict import TensorDict
 
 from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig, PPOConfig, SFTConfig, load_expr_config
+from arealite.cli.check.declared import check_declared
+from arealite.cli.check.findings import Findings
 from arealite.core import experiments
 from arealite.core.experiments import grpo, ppo, sft
 from arealite.core.graph import DataFlowGraph
+from arealite.launcher.start import launched
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIGS = {"grpo": GRPOConfig, "sync-ppo": PPOConfig, "async-ppo": PPOConfig, "sft": SFTConfig}
@@ -27,6 +31,16 @@ def test_the_config_of_a_training_script_fits_its_graph(name: str) -> None:
     config: BaseExperimentConfig = load(name)
     assert config.workers is not None
     MAKE[name](config).check(config)
+
+
+@pytest.mark.parametrize("name", ["main_sync_ppo", "main_async_ppo", "main_grpo", "main_sft"])
+def test_a_training_script_can_be_planned_as_it_is(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    script = REPOSITORY / "training" / f"{name}.py"
+    assert launched(str(script), print, ["--dry-run", "launcher.preflight=false"]) == 0
+    config = re.search(r"main_\w+\.py --config (\S+)", told := capsys.readouterr().out)
+    assert config is not None and "workers of trainer-0, on nodes that Ray chooses" in told
+    declared: Any = check_declared(Findings(), ["--config", config[1]], script)
+    assert declared.graph.publishes in declared.graph.engines
 
 
 def test_synchronous_is_a_bound_of_zero() -> None:
@@ -56,6 +70,22 @@ def test_the_documented_graph_is_one() -> None:
     graph.check(load("sync-ppo", "actor.kl_ctl=0.1", "ref={}"))
     assert names(graph)[-2:] == ["actor_train", "critic_train"]
     assert len(block.split("def ppo")[1].splitlines()) <= 40
+
+
+def test_the_documented_graph_in_the_originals_words_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arealite.core.names._REGISTERED", {"mfc": {}, "agent": {}})
+    (block,) = [
+        text.split("```")[0]
+        for text in (REPOSITORY / "docs" / "migration.md").read_text().split("```python\n")
+        if "GraphBuilder" in text
+    ]
+    scope: dict[str, Any] = {}
+    exec(block, scope)
+    config = load("grpo", "actor.proximal=rollout", "actor.correction.action=none", "actor.correction.upper=null")
+    graph: DataFlowGraph = scope["graph"](config)
+    graph.check(config)
+    assert names(graph) == ["actor_gen", "actor_inf", "actor_train"]
+    assert (graph.named["actor_inf"].run, graph.named["actor_inf"].outputs) == (scope["half_rewards"], ("advantages",))
 
 
 def test_the_policy_waits_for_its_critic() -> None:

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -60,16 +59,13 @@ model: {path: org/name}
 train_dataset: {path: none.jsonl}
 launcher: {preflight: false}
 """
-PPO = """
-from arealite.api.cli_args import PPOConfig, load_expr_config
-load_expr_config(argv, PPOConfig)
-"""
 DOCUMENTED = """
+defaults:
+  - _self_
+
 experiment_name: ppo-math
 trial_name: ???
 mode: ray
-rollout: {backend: sglang}
-train_dataset: {batch_size: 8}
 allocation_mode:
   actor_train:
     placement_group:
@@ -187,16 +183,24 @@ def test_what_is_refused(script: Path, capsys: pytest.CaptureFixture[str]) -> No
     )
 
 
-def test_the_yaml_of_the_originals_core_is_planned(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """That of a placement group per call, with the command line that goes with it; what it leaves out is added."""
-    (script.parent / "main_sync_ppo.py").write_text(textwrap.dedent(PPO))
-    (script.parent / "configs" / "sync-ppo.yaml").write_text(DOCUMENTED)
+def test_the_yaml_of_the_originals_core_is_planned(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """That of a placement group per call, with the command line that goes with it, and the size of a batch."""
+    config = script.parent / "configs" / "documented.yaml"
+    config.write_text(DOCUMENTED)
     given = ["experiment_name=my_experiment", "trial_name=my_trial", "actor.path=Qwen/Qwen3-1.7B", "cluster.n_nodes=4"]
-    words = [*given, "dataset.path=path/to/dataset", "gconfig.max_new_tokens=64", "--dry-run"]
-    assert launched(str(script.parent / "main_sync_ppo.py"), refuse, words) == 0, capsys.readouterr().err
-    told = capsys.readouterr().out
-    lines = re.sub(r"actor: .*\n", "", told).splitlines()
+    words = [f"--config={config}", *given, "dataset.path=path/to/dataset", "dataset.train_bs_n_seqs=128", "--dry-run"]
+    assert launched(str(REPOSITORY / "training" / "main_sync_ppo.py"), refuse, words) == 0, capfd.readouterr().err
+    told = capfd.readouterr().out
+    lines = re.sub(r"\n {6}", " ", re.sub(r"actor: .*\n", "", told)).splitlines()
+    keys = "input_ids, attention_mask, kept_ids?, kept_counts?, loss_mask, logprobs, versions, rewards, no_eos?, "
+    keys += "group_index, sample_index?, turn_rewards?"
     assert lines[: lines.index("server-0 runs")] == [
+        "calls of a step",
+        f"  actor_gen (rollout): -> {keys}",
+        "  critic_inf (critic): input_ids, attention_mask -> values",
+        f"  advantages (actor): {keys}, values -> advantages, whole_logprobs?, returns, returns_mask",
+        f"  actor_train (actor): {keys}, values, advantages, whole_logprobs? -> weights",
+        "  critic_train (critic): input_ids, attention_mask, group_index, values, returns, returns_mask -> weights",
         "my_experiment/my_trial: sglang.d2p1t1+d8p1t1 on 4 nodes, 8 GPUs each (Ray)",
         f"run folder: {script.parent}/runs/my_experiment/my_trial",
         "node 0",

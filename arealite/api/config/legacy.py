@@ -142,10 +142,11 @@ def migrate(
     others = {name: given.pop(name) for name in ("defaults", *_CORES_BLOCKS) if has_others and name in given}
     if isinstance(groups := given.get("defaults"), list) and "defaults" not in keys:
         del given["defaults"]
-        problems.append(
-            f"defaults must not be given: got {groups}. Hydra's config groups are not read: write the keys of those "
-            "files into this one, each under its block, e.g. `cluster: {n_gpus_per_node: 8}`."
-        )
+        if read := [group for group in groups if group != "_self_"]:
+            problems.append(
+                f"defaults must name nothing but _self_: got {read}. Hydra's config groups are not read: write the "
+                "keys of those files into this one, each under its block, e.g. `cluster: {n_gpus_per_node: 8}`."
+            )
     kept = _sort(given, "", keys, moved, problems, changes)
     kept |= others
     for old, value in moved.items():

@@ -1,7 +1,7 @@
 """`allocation_mode` as the original's Core writes it: a placement group for each model function call.
 
 It loads as the string and the `workers` block that say the same, with one warning: `<role>_train` and `<role>_inf` are
-the workers of a role, `actor_gen` is the servers, of the kind that `rollout.backend` names.
+the workers of a role, `actor_gen` is the servers, of the kind that `rollout.backend` names, or of its default.
 """
 
 import logging
@@ -12,7 +12,7 @@ from typing import Any, NoReturn, get_args
 from omegaconf import OmegaConf
 
 from arealite.api.config.legacy import Change
-from arealite.api.config.rollout import BACKENDS
+from arealite.api.config.rollout import BACKENDS, InferenceEngineConfig
 from arealite.api.config.workers import Strategy
 from arealite.api.errors import ConfigError
 
@@ -37,8 +37,11 @@ def spelled_out(sources: Mapping[str, Tree], changes: list[Change]) -> dict[str,
         trees = [OmegaConf.create({_KEY: value}) for value in given.values() if isinstance(value, dict)]
         merged = OmegaConf.to_container(OmegaConf.merge(*trees))
         assert isinstance(merged, dict)
-        backend = [tree["rollout"].get("backend") for tree in sources.values() if isinstance(tree.get("rollout"), dict)]
-        mode, workers = _translated(merged[_KEY], next(filter(None, reversed(backend)), None))
+        backends = [
+            tree["rollout"].get("backend") for tree in sources.values() if isinstance(tree.get("rollout"), dict)
+        ]
+        backend = next(filter(None, reversed(backends)), InferenceEngineConfig().backend)
+        mode, workers = _translated(merged[_KEY], backend)
         _check_given_once(sources, workers)
         new = {f"workers.{role}.{key}": value for role, wish in workers.items() for key, value in wish.items()}
         said = " ".join(f"{key}={value}" for key, value in new.items())
@@ -50,7 +53,7 @@ def spelled_out(sources: Mapping[str, Tree], changes: list[Change]) -> dict[str,
     return plain
 
 
-def _translated(placements: Mapping[str, Any], backend: str | None) -> tuple[str, dict[str, Tree]]:
+def _translated(placements: Mapping[str, Any], backend: str) -> tuple[str, dict[str, Tree]]:
     """Return the string, and ranks and strategy by role."""
     servers, workers = "", dict[str, Tree]()
     for name, value in placements.items():
@@ -69,11 +72,9 @@ def _translated(placements: Mapping[str, Any], backend: str | None) -> tuple[str
         elif call[1] != "actor":
             _fail(f"{_KEY} must place the servers as actor_gen, as they have the actor's weights", name, "Rename it.")
         elif backend not in BACKENDS:
-            change = f"Add rollout.backend, {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}."
+            change = f"Set rollout.backend to {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}."
             _fail(
-                f"{key} must be servers whose kind rollout.backend names",
-                f"{sum(bundles)} GPUs and {backend or 'no kind'}",
-                change,
+                f"{key} must be servers whose kind rollout.backend names", f"{sum(bundles)} GPUs and {backend}", change
             )
         else:
             servers = f"{backend}.d{sum(bundles)}p1t1+"

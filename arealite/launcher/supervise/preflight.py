@@ -18,7 +18,7 @@ def preflight(run: Run, *, is_dry_run: bool = False) -> None:
     """Raise ConfigError if the cheap half of `arealite check` finds a problem, which it has printed.
 
     A check that does not come to its end is no problem of the run: it may start. For a dry run only what the script
-    declares is checked.
+    declares is checked, and shown if it is a graph.
     """
     if not (run.config.launcher.preflight and run.plan.trainers):
         return
@@ -28,10 +28,11 @@ def preflight(run: Run, *, is_dry_run: bool = False) -> None:
     if is_dry_run:
         topics, program = "what the script declares", "arealite.cli.check.declared"
     print(f"checking {topics} (launcher.preflight=false skips it)", file=sys.stderr, flush=True)
+    output = None if is_dry_run else 2  # what is declared is shown with the plan
     command, ours = [sys.executable, "-P", "-m", program, str(run.entry), *run.argv], os.getpid()
     env = os.environ | environment(run.config.launcher.trainer_env_vars) | {"CUDA_VISIBLE_DEVICES": ""}
     check = subprocess.Popen(
-        command, env=env, stdin=subprocess.DEVNULL, stdout=2, preexec_fn=lambda: die_with_parent(ours)
+        command, env=env, stdin=subprocess.DEVNULL, stdout=output, preexec_fn=lambda: die_with_parent(ours)
     )
     try:
         status = exit_status(check.wait(setup_timeout_s(run.config)))

@@ -86,8 +86,8 @@ def test_the_command_line_changes_a_placement_or_replaces_all(tmp_path: Path) ->
 PLACEMENTS = {
     "servers of an unknown kind": (
         ["rollout.backend=tgi"],
-        "allocation_mode.actor_gen must be servers whose kind rollout.backend names: got 2 GPUs and tgi. Add "
-        "rollout.backend, sglang, vllm or lite.",
+        "allocation_mode.actor_gen must be servers whose kind rollout.backend names: got 2 GPUs and tgi. Set "
+        "rollout.backend to sglang, vllm or lite.",
     ),
     "workers that are no block": (
         ["workers.actor=2"],
@@ -151,12 +151,9 @@ def test_placements_that_mean_nothing(tmp_path: Path, case: str) -> None:
     assert mistake(tmp_path, PER_CALL, *overrides) == sentence
 
 
-def test_servers_of_no_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_of_no_kind_are_the_usual_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "BASE", BASE.replace("rollout: {backend: sglang}", ""))
-    assert mistake(tmp_path, PER_CALL) == (
-        "allocation_mode.actor_gen must be servers whose kind rollout.backend names: got 2 GPUs and no kind. Add "
-        "rollout.backend, sglang, vllm or lite."
-    )
+    assert load(tmp_path, PER_CALL).allocation_mode == "sglang.d2p1t1+d8p1t1"
 
 
 def test_nothing_trains(tmp_path: Path) -> None:
@@ -170,10 +167,11 @@ def test_nothing_trains(tmp_path: Path) -> None:
 def test_hydras_groups_are_refused(tmp_path: Path) -> None:
     told = mistake(tmp_path, "defaults:\n  - _self_\n  - cluster: slurm-gpu\n  - ppo: default\n")
     assert told == (
-        "defaults must not be given: got ['_self_', {'cluster': 'slurm-gpu'}, {'ppo': 'default'}]. Hydra's config "
+        "defaults must name nothing but _self_: got [{'cluster': 'slurm-gpu'}, {'ppo': 'default'}]. Hydra's config "
         "groups are not read: write the keys of those files into this one, each under its block, e.g. `cluster: "
         "{n_gpus_per_node: 8}`."
     )
+    assert load(tmp_path, f"{PER_CALL}defaults: [_self_]\n").workers.actor.ranks == 8
 
 
 def test_blocks_of_the_original_have_their_places_here(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
