@@ -119,14 +119,10 @@ class Pieces:
     def is_settled(self) -> bool:
         return self._references is not None or self._error is not None
 
-    def set_result(self, references: list[Any]) -> None:
+    def settle(self, references: list[Any] | None, error: BaseException | None = None) -> None:
+        """Set the references, or why there are none."""
         with CHANGED:
-            self._references = references
-            CHANGED.notify_all()
-
-    def set_exception(self, error: BaseException) -> None:
-        with CHANGED:
-            self._error = error
+            self._references, self._error = references, error
             CHANGED.notify_all()
 
     def result(self) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from arealite.api.config.checks import check_workers, require
 from arealite.api.errors import ConfigError
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SOURCES = ("rollout", "data")
 """Roles of a source: episodes, or rows of the data set."""
-INTERFACES = ("generate", "inference", "train_step")
+Interface = Literal["generate", "inference", "train_step"]
 
 
 def words(names: Iterable[str], what: str) -> tuple[str, ...]:
@@ -36,9 +36,9 @@ def check_call(call: ModelFunctionCall) -> None:
         change = "Metrics and config keys contain it: use letters, digits and _ only."
         require(name.isidentifier(), f"the {what} of a call must be a word: got {name!r}. {change}")
     require(
-        call.interface in INTERFACES,
+        call.interface in get_args(Interface),
         f"the interface of call {call.name} must be generate, inference or train_step: got {call.interface}. "
-        f"{nearest(call.interface, INTERFACES)}",
+        f"{nearest(call.interface, get_args(Interface))}",
     )
     require(
         call.is_source == (call.role in SOURCES),

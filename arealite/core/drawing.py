@@ -51,11 +51,8 @@ class CallState:
     """Given if the call is done or replayed."""
 
 
-WAITING = CallState()
-
-
-def svg(graph: DataFlowGraph, states: Mapping[str, CallState] | None) -> str:
-    """Return the drawing as an `<svg>` element; `states` None leaves them out, a call without one waits."""
+def svg(graph: DataFlowGraph, states: Mapping[str, CallState]) -> str:
+    """Return the drawing as an `<svg>` element; a call without a state waits."""
     width = max(BOX_WIDTH, 28 + NAME_WIDTH * max(len(call.name) for call in graph.calls))
     depths, routes = _layers(graph)
     centres = _centres(graph, depths, routes, width)
@@ -74,8 +71,7 @@ def svg(graph: DataFlowGraph, states: Mapping[str, CallState] | None) -> str:
         curve = _curve(routes[before, name], centres, width)
         lines.append(f'<path{kind} marker-end="url(#head)" d="{curve}"><title>{told}</title></path>')
     for call in graph.order():
-        state = None if states is None else states.get(call.name, WAITING)
-        lines.append(_box(call, state, *centres[call.name], width))
+        lines.append(_box(call, states.get(call.name, CallState()), *centres[call.name], width))
     return "\n".join([*lines, "</svg>"])
 
 
@@ -132,17 +128,16 @@ def _curve(route: list[Node], centres: Centres, width: float) -> str:
     return path
 
 
-def _box(call: ModelFunctionCall, state: CallState | None, x: float, y: float, width: float) -> str:
+def _box(call: ModelFunctionCall, state: CallState, x: float, y: float, width: float) -> str:
     left, top = x - width / 2, y - BOX_HEIGHT / 2
     lines = [("name", call.name), ("kind", f"{call.role} · {call.interface}")]
-    if state is not None:
-        lines.append(("state", f"{SIGNS[state.status]} {_words(state)}"))
+    lines.append(("state", f"{SIGNS[state.status]} {_words(state)}"))
     texts = "".join(
         f'<text class="{kind}" x="{left + 14:g}" y="{y + 19 * (row - len(lines) / 2) + 14:g}">{escape(text)}</text>'
         for row, (kind, text) in enumerate(lines)
     )
     rect = f'<rect x="{left:g}" y="{top:g}" width="{width:g}" height="{BOX_HEIGHT}" rx="8"/>'
-    return f'<g class="{state.status if state else "call"}" data-call="{call.name}">{rect}{texts}</g>'
+    return f'<g class="{state.status}" data-call="{call.name}">{rect}{texts}</g>'
 
 
 def _words(state: CallState) -> str:

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from arealite.api.errors import ConfigError
-from arealite.core import declaration, drawing
-from arealite.core.drawing import CallState as CallState
+from arealite.core import declaration
+from arealite.core.declaration import Interface
 from arealite.launcher.plan.layout import make_layout
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     Outcome = torch.Tensor | dict[str, float] | None
     """A tensor is the one output, None says that outputs were added to the batch, and a dict holds metrics."""
 
-Interface = Literal["generate", "inference", "train_step"]
 Edge = tuple[str, str, tuple[str, ...]]
 """A call, one that needs it, and the keys that pass; none if only `after` says so."""
 
@@ -201,7 +200,3 @@ class DataFlowGraph:
             told = f"{call.name} ({call.role}): {', '.join(call.inputs)} -> {made}".replace(":  ->", ": ->")
             lines += textwrap.wrap(told, 118, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
         return "\n".join(lines)
-
-    def to_svg(self, states: Mapping[str, CallState] | None = None) -> str:
-        """Return an `<svg>` from left to right; None shows no states, and a call without one waits."""
-        return drawing.svg(self, states)

@@ -23,8 +23,8 @@ from arealite.api.errors import GroupLostError
 from arealite.core.batch import CHANGED, Column, Pieces, RemoteBatch, with_counts
 from arealite.core.drawing import CallState
 from arealite.core.records import CallRecord
-from arealite.core.worker import GroupSpec, Outcome
-from arealite.core.world import Call, LossError, World, place
+from arealite.core.worker import Call, GroupSpec, Outcome
+from arealite.core.world import LossError, World, place
 from arealite.launcher.place.ray import last_line
 
 logger = logging.getLogger("arealite.core")
@@ -41,14 +41,14 @@ class Reply:
 
     def succeed(self, outcomes: list[Outcome], references: list[Any]) -> None:
         """Hand over the first outcome; of a repetition only the pieces are of use."""
-        self.pieces.set_result(references)
+        self.pieces.settle(references)
         if not self.values.done():
             self.values.set_result(outcomes)
 
     def fail(self, error: BaseException) -> None:
         """Tell all who wait, also those who have the values and wait for pieces that are made again."""
         if not self.pieces.is_settled():
-            self.pieces.set_exception(error)
+            self.pieces.settle(None, error)
         if not self.values.done():
             self.values.set_exception(error)
 
@@ -308,7 +308,8 @@ class WorkerGroup:
         with CHANGED:
             maker = next((task for task in self._tasks if task.reply.pieces is pieces), None)
             if maker is None:
-                pieces.set_exception(self._final(LossError("pieces of an earlier step were on a node that died"), ""))
+                lost = LossError("pieces of an earlier step were on a node that died")
+                pieces.settle(None, self._final(lost, ""))
             elif maker.is_done:
                 self._loss = LossError("pieces of this step were on a node that died")
             CHANGED.notify_all()

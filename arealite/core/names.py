@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from arealite.api.config.checks import require
@@ -117,16 +118,6 @@ class GraphBuilder:
         return named("mfc", one.model_function_name, key=f"model_function_name of {one.name}", others=methods)
 
 
-def register_mfc(name: str) -> Callable[[T], T]:
-    """Give a function `f(engine, batch, **kwargs)` a name for MFCDef."""
-    return _register("mfc", name)
-
-
-def register_agent(name: str) -> Callable[[T], T]:
-    """Give a workflow's class, made as `Agent(gconfig, tokenizer)`, a name for Master."""
-    return _register("agent", name)
-
-
 def _register(kind: Kind, name: str) -> Callable[[T], T]:
     change = f'Write e.g. @register_{kind}("my-{kind}").'
     require(
@@ -140,6 +131,12 @@ def _register(kind: Kind, name: str) -> Callable[[T], T]:
         return what
 
     return register
+
+
+register_mfc = partial(_register, "mfc")
+"""Gives a function `f(engine, batch, **kwargs)` a name for MFCDef."""
+register_agent = partial(_register, "agent")
+"""Gives a workflow's class, made as `Agent(gconfig, tokenizer)`, a name for Master."""
 
 
 def named(kind: Kind, name: str, *, key: str, others: Iterable[str] = ()) -> Callable[..., Any]:

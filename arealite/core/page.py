@@ -12,7 +12,7 @@ from pathlib import Path
 
 from arealite import viewer
 from arealite.api.run_folder import RunFolder
-from arealite.core.drawing import CallState, clock
+from arealite.core.drawing import CallState, clock, svg
 from arealite.core.graph import DataFlowGraph
 from arealite.core.records import CallRecord, Summary, summary
 from arealite.launcher.plan.layout import Group
@@ -79,7 +79,7 @@ def render(run: RunFolder, progress: Progress, *, now: float) -> str:
     body = [
         f'<header><p class="brand">AReaLite dataflow</p><h1>{title}</h1><p class="lead">{lead}</p></header>',
         _cards(progress.calls, last) if last else "",
-        _section(f"Step {progress.step}", f'<div class="drawing">{progress.graph.to_svg(progress.states)}</div>'),
+        _section(f"Step {progress.step}", f'<div class="drawing">{svg(progress.graph, progress.states)}</div>'),
         _section("Groups of workers", _groups(progress, last)),
     ]
     if last:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from arealite.utils.files import read_jsonl, reading, write_atomically, writing
+from arealite.utils.files import keep_rows, read_jsonl, reading, writing
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,12 @@ class CallLog:
 
     def __init__(self, path: Path, *, start_step: int = 0) -> None:
         self._path = path
-        earlier = [record for record in read_calls(path) if record.step < start_step]
-        write_atomically(path, "".join(map(_line, earlier)))
+        keep_rows(path, "step", before=start_step)
 
     def append(self, record: CallRecord) -> None:
         """Add a line."""
         with writing(self._path), self._path.open("a", encoding="utf-8") as file:
-            file.write(_line(record))
+            file.write(json.dumps(asdict(record)) + "\n")
 
 
 def read_calls(path: Path) -> list[CallRecord]:
@@ -66,10 +65,6 @@ def read_calls(path: Path) -> list[CallRecord]:
     names = [one.name for one in fields(CallRecord)]
     with reading(path):
         return [_record({name: row[name] for name in names}) for row in read_jsonl(path)]
-
-
-def _line(record: CallRecord) -> str:
-    return json.dumps(asdict(record)) + "\n"
 
 
 def _record(row: dict[str, Any]) -> CallRecord:

@@ -21,8 +21,7 @@ from arealite.api.errors import CheckpointError, GroupLostError
 from arealite.api.io_struct import FinetuneSpec, FrozenWeights, ParamSpec, SaveLoadMeta, WeightUpdateMeta
 from arealite.core.batch import Column, RemoteBatch
 from arealite.core.group import Reply, WorkerGroup, columns_of
-from arealite.core.worker import Outcome, RoleName, Run
-from arealite.core.world import Call, Redo
+from arealite.core.worker import Call, Outcome, Redo, RoleName, Run
 from arealite.engine.checkpointing import WRITE_TIMEOUT_S
 from arealite.engine.ppo.actor import TOKENS
 from arealite.rollout.account.updates import KEYS, Update, update_of

@@ -37,12 +37,7 @@ class Episodes:
         if make_workflow is None:
             raise ConfigError("make_workflow must be given for a graph that generates: got None. Pass one to Master.")
         self._config = config
-        train_dataset, self._valid_dataset = load_datasets(config, tokenizer)
-        data = config.train_dataset
-        self.dataloader = PromptLoader(train_dataset, data.batch_size, data.shuffle, config.seed, data.drop_last)
-        self.ft_spec = FinetuneSpec(
-            config.total_train_epochs, len(train_dataset), data.batch_size, config.total_train_steps
-        )
+        self.dataloader, self._valid_dataset, self.ft_spec = _loaded(config, tokenizer)
         self._make_workflow = functools.partial(make_workflow, config.gconfig, tokenizer)
         self._workflow = self._make_workflow()
         self._eval_workflow = make_workflow(config.eval_gconfig, tokenizer)
@@ -92,16 +87,12 @@ class Rows:
     rollout = None
 
     def __init__(self, config: BaseExperimentConfig, make_workflow: MakeWorkflow | None, tokenizer: Any) -> None:
-        train_dataset, valid_dataset = load_datasets(config, tokenizer)
-        data, pad = config.train_dataset, tokenizer.pad_token_id
-        self.dataloader = PromptLoader(train_dataset, data.batch_size, data.shuffle, config.seed, data.drop_last)
+        drops, pad = config.train_dataset.drop_last, tokenizer.pad_token_id
+        self.dataloader, valid_dataset, self.ft_spec = _loaded(config, tokenizer, drops_last=drops)
         self._batches = sft_batches(self.dataloader, pad)
         self._valid_batch: TensorDict | None = None
         if valid_dataset is not None:
             self._valid_batch = next(sft_batches(PromptLoader(valid_dataset, len(valid_dataset), shuffle=False), pad))
-        self.ft_spec = FinetuneSpec(
-            config.total_train_epochs, len(train_dataset), data.batch_size, config.total_train_steps, data.drop_last
-        )
         self._evaluation = Frequency(config.evaluator, self.ft_spec.steps_per_epoch, is_first_due=True)
 
     def start(self, cleanup: ExitStack, workers: Workers) -> None:
@@ -133,3 +124,14 @@ class Rows:
     def metrics(self) -> Mapping[str, float]:
         """There are no episodes to count."""
         return {}
+
+
+def _loaded(
+    config: BaseExperimentConfig, tokenizer: Any, *, drops_last: bool = False
+) -> tuple[PromptLoader, Any, FinetuneSpec]:
+    """Return what deals out the rows to train on, the held-out rows if any, and how long training is."""
+    train_dataset, valid_dataset = load_datasets(config, tokenizer)
+    data = config.train_dataset
+    loader = PromptLoader(train_dataset, data.batch_size, data.shuffle, config.seed, data.drop_last)
+    epochs, steps = config.total_train_epochs, config.total_train_steps
+    return loader, valid_dataset, FinetuneSpec(epochs, len(train_dataset), data.batch_size, steps, drops_last)

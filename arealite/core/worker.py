@@ -9,16 +9,18 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from ray import cloudpickle
 from tensordict import TensorDict
 
 from arealite.api.script import users_code
-from arealite.core.batch import Piece, cut, join, pack, unpack
+from arealite.core.batch import Column, Piece, cut, join, pack, unpack
+from arealite.core.drawing import CallState
+from arealite.launcher.plan.layout import Group
 from arealite.utils import heartbeat, trace
 from arealite.utils.distributed import is_agreed
 from arealite.utils.network import hold_port, host_ip, port_of
@@ -27,18 +29,38 @@ Run = str | Callable[..., Any]
 """A method or property of the role's engine by name, or `f(engine, batch, **kwargs)`."""
 
 
-@dataclass(frozen=True)
-class RankCall:
-    """What one rank does: a call on some parts of a batch, whose pieces follow as arguments, part after part."""
+Redo = Literal["never", "until_done", "in_step", "always"]
+"""When workers that replace lost ones do a call: never (its caller gets an error), while it has not ended (it changes
+nothing), until its step is over, or always (it makes the engine what it is)."""
 
+
+def nobody(name: str, state: CallState) -> None:
+    """Watch a call that nobody watches."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a group is told to do."""
+
+    name: str
     role: str
     run: Run
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    pieces: tuple[Mapping[str, str], ...] = ()
-    """For each piece of a part: the keys of the piece by their names in the batch; none is a call without a batch."""
-    output: str | None = None
-    """What the tensor that the call returns is called."""
+    batch: Mapping[str, Column] | None = None  # its columns by name; None is a call without a batch
+    num_parts: int = 0
+    output: str | None = None  # name of the tensor that it returns
+    after: tuple[Any, ...] = ()  # futures of what must have ended before it starts
+    redo: Redo = "in_step"
+    timeout_s: float | None = None  # None is that of the group
+    life: int | None = None  # `num_respawns` of the group when its arguments were made, if only those workers can do it
+    step: int | None = None  # whose batch it works on, if that is the next step
+    watch: Callable[[str, CallState], None] = nobody  # is told when it begins and ends
+    layout: tuple[Mapping[str, str], ...] = ()  # of a part: keys of each piece by their names in the batch
+
+    def for_ranks(self, layout: Sequence[Mapping[str, str]]) -> Call:
+        """Return what each rank needs; the pieces of its parts follow as arguments, part after part."""
+        return replace(self, batch=None, after=(), watch=nobody, layout=tuple(layout))
 
 
 @dataclass(frozen=True)
@@ -54,15 +76,11 @@ class Outcome:
     """Lines of the user's that the error has passed."""
 
 
-@dataclass(frozen=True)
-class GroupSpec:
+@dataclass(frozen=True, eq=False)
+class GroupSpec(Group):
     """What a group is made of."""
 
-    name: str
-    num_ranks: int
-    strategy: str
     cpus: float  # of each worker, as Ray counts them
-    gpus: float
     memory: int  # bytes
     num_threads: int
     env: Mapping[str, str] = field(repr=False)  # may hold secrets
@@ -104,13 +122,13 @@ class Worker:
         return self._tried(lambda: self._engines.update({role: make()}))
 
     def call(self, told: bytes, num_parts: int, *pieces: Piece) -> Any:
-        """Do a pickled RankCall; return its pickled Outcome, and a piece of what it made for each part of the batch."""
+        """Do a pickled Call; return its pickled Outcome, and a piece of what it made for each part of the batch."""
         results: list[Piece] = [{}] * num_parts
         outcome = _pickled(self._tried(lambda: self._do(pickle.loads(told), pieces, results)))
         heartbeat.tick()
         return [outcome, *results] if results else outcome
 
-    def _do(self, call: RankCall, pieces: Sequence[Piece], results: list[Piece]) -> Outcome:
+    def _do(self, call: Call, pieces: Sequence[Piece], results: list[Piece]) -> Outcome:
         """Do a call, and set the piece of what it made of each part."""
         engine, name = self._engines[call.role], getattr(call.run, "__name__", call.run)
         run = getattr(engine, call.run) if isinstance(call.run, str) else functools.partial(call.run, engine)
@@ -118,9 +136,9 @@ class Worker:
             key: self._engines[one.role] if isinstance(one, RoleName) else one for key, one in call.kwargs.items()
         }
         with trace.span(f"{call.role}.{name}"):
-            if not call.pieces:
+            if not call.layout:
                 return Outcome(run(*call.args, **kwargs) if callable(run) else run)
-            parts = _restored(call.pieces, pieces)
+            parts = _restored(call.layout, pieces)
             batch = join(parts)
             before = dict(batch.items())
             value = run(batch, *call.args, **kwargs)

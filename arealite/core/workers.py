@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, Self, TypeVar, cast
 
 import ray
@@ -36,14 +32,12 @@ from arealite.core.rollouts.workers import RolloutWorkers
 from arealite.core.worker import GroupSpec
 from arealite.engine.fsdp_engine import COLLECTIVE_TIMEOUT_S
 from arealite.engine.ppo.actor import TOKENS
+from arealite.launcher.place.own_ray import own_ray
 from arealite.launcher.place.ray import connect, forwarded_environment
 from arealite.launcher.plan.layout import Group, make_layout
 from arealite.rollout.prompts import ShouldAccept
 from arealite.rollout.trajectory import split_batch
-from arealite.utils.devices import visible_gpus
 from arealite.utils.distributed import join_default_group, leave_default_group
-from arealite.utils.files import file_lock
-from arealite.utils.secret import ensure_secret
 from arealite.utils.sentences import listed
 from arealite.utils.tensors import split_rows, trimmed_rows, unit_lengths
 
@@ -52,7 +46,6 @@ E = TypeVar("E")
 _ROW = "row_of_the_whole_batch"
 _NUM_RECORDS = 10_000
 _MAX_BATCHES = 16  # between two snapshots, as a group keeps the pieces of all calls that it may have to do again
-_YOUNG_S = 60.0  # a folder of this age may not be locked yet
 
 
 class Workers:
@@ -74,7 +67,7 @@ class Workers:
         self._layout = make_layout(config)
         self._groups: dict[str, WorkerGroup] = {}  # by name
         self._step, self._num_batches = 0, 0  # of the run; scattered since the last snapshot
-        self._folder = ExitStack()  # of a Ray of our own
+        self._own_ray = ExitStack()
         self.incidents: list[Incident] = []  # groups that lost their workers
         self._records: deque[CallRecord] = deque(maxlen=_NUM_RECORDS)  # of calls that have ended
 
@@ -83,28 +76,19 @@ class Workers:
         if os.environ.get("RAY_ADDRESS"):
             connect()
         else:
-            self._give_token()
-            folder = self._folder.enter_context(_ray_folder())
-            _start_ray(sum(group.num_gpus for group in self._layout), folder)
+            num_gpus = sum(group.num_gpus for group in self._layout)
+            self._own_ray.enter_context(own_ray(RunFolder(self._config), num_gpus))
         self._env = forwarded_environment()  # before the master chooses its own network interface, which is loopback
         signal.signal(signal.SIGTERM, handler)  # Ray's own aborts
         join_default_group(COLLECTIVE_TIMEOUT_S)
         return self
-
-    def _give_token(self) -> None:
-        """Let Ray admit who shows the run's secret, as it listens on all interfaces and runs what it is sent."""
-        folder = RunFolder(self._config)
-        folder.path.mkdir(parents=True, exist_ok=True)
-        ensure_secret(folder.path)
-        os.environ["RAY_AUTH_TOKEN_PATH"] = str(folder.secret)
-        ray._raylet.AuthenticationTokenLoader.instance().reset_cache()  # of another run in this process
 
     def __exit__(self, *error: object) -> None:
         for group in self.groups:
             group.close()
         leave_default_group()
         ray.shutdown()
-        self._folder.close()
+        self._own_ray.close()
 
     @property
     def groups(self) -> list[WorkerGroup]:
@@ -126,11 +110,8 @@ class Workers:
         launcher, is_cluster = self._config.launcher, bool(os.environ.get("RAY_ADDRESS"))
         num_threads = group.threads or torch.get_num_threads()
         return GroupSpec(
-            name=group.name,
-            num_ranks=group.num_ranks,
-            strategy=group.strategy,
+            **vars(group),
             cpus=launcher.trainer_cpus_per_gpu if is_cluster else 0,
-            gpus=float(group.gpus_per_rank),
             memory=launcher.trainer_mem_per_gpu << 20,
             num_threads=num_threads,
             env=self._env | {"OMP_NUM_THREADS": str(num_threads)},
@@ -160,7 +141,7 @@ class Workers:
 
     def machines(self) -> dict[Group, tuple[str, ...]]:
         """Return the nodes of each group that runs."""
-        return {one: self._groups[one.name].machines for one in self._layout if one.name in self._groups}
+        return {group.spec: group.machines for group in self.groups}
 
     def take_records(self) -> list[CallRecord]:
         """Return the records of calls that have ended since the last time."""
@@ -225,53 +206,6 @@ class Workers:
         ]
         rows = torch.tensor([row for part in batch.order for row in part], dtype=torch.long)
         return join(parts)[key][rows.argsort()]
-
-
-@contextmanager
-def _ray_folder() -> Iterator[str]:
-    """Make a folder for Ray's logs and sockets, whose paths must be short; remove it, and those of dead masters."""
-    base = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
-    for left in base.glob("arealite-ray-*"):
-        with suppress(OSError):  # of another user, or of a master that lives
-            if left.stat().st_uid == os.geteuid() and time.time() - left.stat().st_mtime > _YOUNG_S:
-                with file_lock(left / "lock", timeout_s=0.0):
-                    shutil.rmtree(left, ignore_errors=True)
-    with (
-        tempfile.TemporaryDirectory(prefix="arealite-ray-", dir=base, ignore_cleanup_errors=True) as folder,
-        file_lock(Path(folder, "lock"), timeout_s=0.0),
-    ):
-        yield folder
-
-
-def _start_ray(num_gpus: int, folder: str) -> None:
-    """Start Ray on this node, for the workers of this process, which from then on leaves the GPUs to them."""
-    gpus = visible_gpus() if num_gpus else []
-    if len(gpus) < num_gpus:
-        raise ConfigError(
-            f"this node must have a GPU for each worker: got {len(gpus)} and {num_gpus} workers. Lower "
-            "workers.<role>.ranks, or set cluster.n_gpus_per_node=0 to run on the CPU."
-        )
-    if gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[:num_gpus])
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would report to its makers
-    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # no worker of ours is one without variables
-    ray.init(
-        address="local",  # and not one that somebody else runs on this node
-        num_cpus=max(64, os.cpu_count() or 1),
-        num_gpus=num_gpus,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        _temp_dir=folder,
-    )
-    if gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if (mode := os.environ.get("RAY_AUTH_MODE")) != "token":  # Ray sets it if nobody does
-        ray.shutdown()
-        raise ConfigError(
-            "Ray must ask for a token, as whoever connects to it can run code here: got "
-            f"RAY_AUTH_MODE={mode or ''} and Ray {ray.__version__}. Set RAY_AUTH_MODE=token, with Ray 2.52 or later."
-        )
 
 
 def _fetched(pieces: Pieces) -> list[Any]:

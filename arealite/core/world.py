@@ -12,8 +12,7 @@ import logging
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import ray
 from ray import cloudpickle
@@ -22,9 +21,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from arealite.api.errors import GroupLostError
-from arealite.core.batch import Column
-from arealite.core.drawing import CallState
-from arealite.core.worker import GroupSpec, Outcome, RankCall, Run, Worker
+from arealite.core.worker import Call, GroupSpec, Outcome, Worker
 from arealite.launcher.place.ray import last_line
 from arealite.utils import heartbeat
 
@@ -35,31 +32,6 @@ _LAST_WORD_S = 30.0  # in which the other ranks of a call report an error on whi
 _LOOK_S = 0.5  # between looks at the ranks that are left when one has ended
 _DEATH_S = 15.0  # in which Ray, on a busy node, notices the death that made another rank fail
 _AT_START = ("OMP_NUM_THREADS", "PYTHON", "PYTORCH", "TORCH")  # begin variables that a process must start with
-
-
-Redo = Literal["never", "until_done", "in_step", "always"]
-"""When workers that replace lost ones do a call: never (its caller gets an error), while it has not ended (it changes
-nothing), until its step is over, or always (it makes the engine what it is)."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """What a group is told to do."""
-
-    name: str
-    role: str
-    run: Run
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    batch: Mapping[str, Column] | None = None  # its columns by name; None is a call without a batch
-    num_parts: int = 0
-    output: str | None = None  # name of the tensor that it returns
-    after: tuple[Any, ...] = ()  # futures of what must have ended before it starts
-    redo: Redo = "in_step"
-    timeout_s: float | None = None  # None is that of the group
-    life: int | None = None  # `num_respawns` of the group when its arguments were made, if only those workers can do it
-    step: int | None = None  # whose batch it works on, if that is the next step
-    watch: Callable[[str, CallState], None] = lambda name, state: None  # is told when it begins and ends
 
 
 class LossError(Exception):
@@ -88,7 +60,7 @@ def place(spec: GroupSpec) -> Any:
 
 
 def _bundle(spec: GroupSpec) -> dict[str, float]:
-    needs = {"CPU": spec.cpus, "GPU": spec.gpus, "memory": float(spec.memory)}
+    needs = {"CPU": spec.cpus, "GPU": float(spec.gpus_per_rank), "memory": float(spec.memory)}
     return {name: amount for name, amount in needs.items() if amount} or {"CPU": 0.001}
 
 
@@ -168,9 +140,7 @@ class World:
         `layout` has the keys of the pieces of a part, `references` the pieces of each part. An error on which all ranks
         agree is raised as it is.
         """
-        told = cloudpickle.dumps(
-            RankCall(call.role, call.run, call.args, call.kwargs, pieces=tuple(layout), output=call.output)
-        )
+        told = cloudpickle.dumps(call.for_ranks(layout))
         owners = [part * self.spec.num_ranks // max(call.num_parts, 1) for part in range(call.num_parts)]
         first: list[Any] = []
         made: list[Any] = []

@@ -1,10 +1,9 @@
 """Records of a run's steps: their configs and metrics. A run that resumes drops those of steps it redoes."""
 
-import json
 from pathlib import Path
 
 from arealite.api.run_folder import RunFolder, numbered
-from arealite.utils.files import read_jsonl, reading, write_atomically
+from arealite.utils.files import keep_rows, write_atomically
 
 
 def config_of_step(run: RunFolder, step: int) -> Path:
@@ -33,8 +32,6 @@ def undo_from(run: RunFolder, step: int) -> None:
 
     Rollouts belong to the rollout engine, checkpoints to `recover`.
     """
-    with reading(run.metrics):
-        rows = [row for row in read_jsonl(run.metrics) if row["step"] < step]
-    write_atomically(run.metrics, "".join(json.dumps(row) + "\n" for row in rows))
+    keep_rows(run.metrics, "step", before=step)
     for path in (run.summary, run.report):
         path.unlink(missing_ok=True)

@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypedDict
@@ -110,6 +110,13 @@ def iter_jsonl(path: Path) -> Iterator[dict[str, Any]]:
         for line in lines:
             if line.endswith("\n"):
                 yield require_object(json.loads(line))
+
+
+def keep_rows(path: Path, key: str, *, before: int, then: Iterable[Mapping[str, Any]] = ()) -> None:
+    """Rewrite a file of JSON lines with the rows whose number `key` is below `before`, and more behind them."""
+    with reading(path):
+        kept = [row for row in read_jsonl(path) if row[key] < before]
+    write_atomically(path, "".join(json.dumps(row) + "\n" for row in [*kept, *then]))
 
 
 def require_object(value: Any) -> dict[str, Any]:

@@ -3,12 +3,11 @@ number of threads, as sums in another order have other last bits. Invariant: ver
 that is published again, because the run went back to a checkpoint or began anew, replaces its line and all later ones.
 """
 
-import json
 from pathlib import Path
 
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.run_folder import RunFolder
-from arealite.utils.files import read_jsonl, reading, write_atomically
+from arealite.utils.files import keep_rows, read_jsonl, reading
 
 
 def record_weights(config: InferenceEngineConfig, version: int, fingerprint: str, *, threads: int) -> None:
@@ -17,10 +16,8 @@ def record_weights(config: InferenceEngineConfig, version: int, fingerprint: str
         return
     path = RunFolder(config).weights_log
     path.parent.mkdir(parents=True, exist_ok=True)
-    with reading(path):
-        earlier = [row for row in read_jsonl(path) if row["version"] < version]
     row = {"version": version, "fingerprint": fingerprint, "threads": threads}
-    write_atomically(path, "".join(json.dumps(one) + "\n" for one in [*earlier, row]))
+    keep_rows(path, "version", before=version, then=[row])
 
 
 def read_weights(folder: str | Path) -> dict[int, str]:

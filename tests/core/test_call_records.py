@@ -67,9 +67,9 @@ def test_a_log_reads_back_and_a_resumed_run_drops_what_it_redoes(tmp_path: Path)
 
 def test_a_damaged_log_is_named(tmp_path: Path) -> None:
     path = tmp_path / "calls.jsonl"
-    path.write_text('{"step": 1}\n')
-    with pytest.raises(FileError) as error:
-        CallLog(path, start_step=2)
-    assert str(error.value) == (
-        f"{path} must be as its writer left it: got KeyError: 'call'. Restore it, or correct it."
-    )
+    for line, key, read in (('{"step": 1}\n', "call", read_calls), ('{"call": "actor_inf"}\n', "step", CallLog)):
+        path.write_text(line)
+        with pytest.raises(FileError) as error:
+            read(path)
+        told = f"{path} must be as its writer left it: got KeyError: '{key}'. Restore it, or correct it."
+        assert str(error.value) == told

@@ -19,7 +19,7 @@ SCRIPT = """
 import json, os, pathlib, sys
 import ray
 from arealite.api.cli_args import DPOConfig, load_expr_config
-from arealite.core.group import Call
+from arealite.core.worker import Call
 from arealite.core.workers import Workers
 from arealite.launcher.start import launched
 

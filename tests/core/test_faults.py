@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,10 +16,11 @@ import pytest
 pytest.importorskip("ray")
 from cluster.common import wait_until
 from cluster.ray_cluster import ray_cluster
-from test_equal_numbers import TRAINING, differences, launch_command, migrated, train, train_in_forks
+from test_equal_numbers import TRAINING, differences, launch_command, migrated, numbers_of, train, train_in_forks
 from testing_faulty_actor import PLACES
 from testing_quickstart import write_tiny_model
 
+from arealite.api.run_folder import RunFolder
 from arealite.core.records import read_calls
 from arealite.utils.processes import kill_tree, wait_gone
 
@@ -191,6 +193,51 @@ def test_a_master_is_killed_while_it_writes_a_checkpoint(
     assert differences(calm, resumed) == [] and not unfinished.exists()
     assert_nothing_was_lost(run, measured)
     measured(lost_masters=1)
+
+
+@pytest.mark.xdist_group("core_faults")
+def test_a_run_goes_on_after_its_master_was_killed_and_then_the_head_of_its_ray(
+    tmp_path: Path,
+    faults: Path,
+    calm: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    measured: Callable[..., None],
+) -> None:
+    """One launcher starts it again each time, from the newest checkpoint, and in the end nothing is left of it."""
+    run, told = tmp_path / "core" / "killed", overrides("total_train_steps=4", "recover.freq_steps=1")
+    command = launch_command(tmp_path, "killed", migrated(tmp_path), "gsm8k_grpo", *told, "recover.retries=1")
+    with tempfile.TemporaryDirectory(dir="/tmp") as ray_folder, (tmp_path / "output.txt").open("wb") as file:
+        monkeypatch.setenv("RAY_TMPDIR", ray_folder)
+        shared = {*Path("/dev/shm").glob("*ray*"), *Path("/dev/shm").glob("plasma*")}
+        launcher = subprocess.Popen(command, stdout=file, stderr=file)
+        try:
+            seen, victims = set[int](), []
+            for victim, step in (("master", 0), ("gcs_server", 1)):
+                wait_until("a checkpoint", lambda: launcher.poll() is not None or newest(run) >= step, 300)  # noqa: B023
+                processes = psutil.Process(launcher.pid).children(recursive=True)
+                seen |= {one.pid for one in processes}
+                victims += [one for one in processes if is_victim(one, victim, command[3])]
+                victims[-1].kill()
+            assert launcher.wait(300.0) == 0, (tmp_path / "output.txt").read_text()
+            assert len(victims) == 2 and wait_gone(seen, 30.0) == set()
+            assert [*Path(ray_folder).iterdir()] == []
+            assert {*Path("/dev/shm").glob("*ray*"), *Path("/dev/shm").glob("plasma*")} <= shared
+        finally:
+            kill_tree(launcher.pid)
+    assert (tmp_path / "output.txt").read_text().count("restart 1 of 1, because trainer-0 ") == 2
+    assert differences(calm, numbers_of(run)) == []
+    assert_nothing_was_lost(run, measured)
+    measured(lost_masters=1, lost_heads=1)
+
+
+def newest(run: Path) -> int:
+    """Return the step of the newest whole checkpoint, -1 before the first one."""
+    return RunFolder(run).newest_checkpoint
+
+
+def is_victim(process: psutil.Process, victim: str, script: str) -> bool:
+    """Tell whether a process is the master of a script, or the server of its Ray."""
+    return process.cmdline()[1:2] == [script] if victim == "master" else process.name() == victim
 
 
 def test_nothing_is_left_of_a_run_whose_launcher_is_killed(tmp_path: Path, faults: Path) -> None:

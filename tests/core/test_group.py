@@ -30,8 +30,7 @@ from arealite.core.drawing import CallState
 from arealite.core.group import Reply, WorkerGroup, columns_of
 from arealite.core.records import CallRecord
 from arealite.core.remote_engine import RemoteEngine
-from arealite.core.worker import GroupSpec
-from arealite.core.world import Call, Redo
+from arealite.core.worker import Call, GroupSpec, Redo
 from arealite.launcher.place.ray import connect
 from arealite.utils import trace
 from arealite.utils.distributed import is_agreed
@@ -72,10 +71,10 @@ def start(cluster: RayCluster, records: list[CallRecord], incidents: list[str], 
         ranks: int = 2,
         timeout_s: float = 60.0,
         restarts: int = 3,
-        gpus: float = 0,
+        gpus: int = 0,
         is_trained: bool = True,
     ) -> WorkerGroup:
-        options = {"gpus": gpus, "call_timeout_s": timeout_s, "max_restarts": restarts}
+        options = {"gpus_per_rank": gpus, "call_timeout_s": timeout_s, "max_restarts": restarts}
         spec = spec_of(name, tmp_path / "logs", num_ranks=ranks, **options)
         group = WorkerGroup(spec, records.append, incidents.append)
         groups.append(group)
@@ -92,9 +91,10 @@ def start(cluster: RayCluster, records: list[CallRecord], incidents: list[str], 
 
 
 def spec_of(name: str, logs: Path, **given: Any) -> GroupSpec:
-    options = {"num_ranks": 1, "cpus": 0, "gpus": 0, "call_timeout_s": 60.0, "max_restarts": 3} | given
+    options = {"num_ranks": 1, "cpus": 0, "gpus_per_rank": 0, "call_timeout_s": 60.0, "max_restarts": 3} | given
+    options |= {"roles": (name,), "strategy": "STRICT_PACK", "threads": 1, "num_threads": 1, "memory": 0}
     env = {"PYTHONPATH": PATHS, trace.FOLDER_VARIABLE: str(logs.with_name("trace"))}
-    return GroupSpec(name, strategy="STRICT_PACK", memory=0, num_threads=1, env=env, log_folder=logs, **options)
+    return GroupSpec(name, env=env, log_folder=logs, **options)
 
 
 def value(

@@ -9,7 +9,7 @@ import pytest
 from testing_graphs import PPO, ppo
 
 from arealite.api.run_folder import RunFolder
-from arealite.core.graph import CallState
+from arealite.core.drawing import CallState
 from arealite.core.page import Incident, Progress, render, write_page
 from arealite.core.records import CallRecord
 from arealite.launcher.plan.layout import Group

@@ -23,7 +23,7 @@ SCRIPT = """
 import json, os, pathlib, sys
 import ray
 from arealite.api.cli_args import DPOConfig, load_expr_config
-from arealite.core.group import Call
+from arealite.core.worker import Call
 from arealite.core.workers import Workers
 
 class Probe:
@@ -61,18 +61,20 @@ def ray_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def left_by_a_master(folder: Path, name: str) -> Path:
-    """Make what a master has left that was killed an hour ago."""
+def left_by_a_master(folder: Path, name: str, *part: str, age_s: float = 0.0) -> Path:
+    """Make what a master has left that was killed some time ago."""
     left = folder / f"arealite-ray-{name}"
-    (left / "session" / "logs").mkdir(parents=True)
-    os.utime(left, (time.time() - 3600, time.time() - 3600))
+    left.joinpath(*part).mkdir(parents=True)
+    os.utime(left, (time.time() - age_s, time.time() - age_s))
     return left
 
 
 def test_a_ray_of_its_own_wants_the_secret_and_logs_none(tmp_path: Path, ray_folder: Path) -> None:
     (tmp_path / "config.yaml").write_text(CONFIG)
-    left_by_a_master(ray_folder, "dead")
-    held = left_by_a_master(ray_folder, "held")
+    left_by_a_master(ray_folder, "killed", "session", "logs")
+    left_by_a_master(ray_folder, "early", age_s=3600.0)
+    young = left_by_a_master(ray_folder, "young")  # whose master may be about to lock it
+    held = left_by_a_master(ray_folder, "held", "session", "logs", age_s=3600.0)
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "GLOO_SOCKET_IFNAME")}
     env = {name: value for name, value in env.items() if not name.startswith("RAY_")}
     env |= {"HOME": str(tmp_path), "RAY_TMPDIR": str(ray_folder)}
@@ -103,7 +105,7 @@ def test_a_ray_of_its_own_wants_the_secret_and_logs_none(tmp_path: Path, ray_fol
         assert [path for path in files if any(one.encode() in path.read_bytes() for one in SECRETS.values())] == []
         master.stdin.close()
     assert master.returncode == 0
-    assert [*ray_folder.glob("arealite-ray-*")] == [held], "its own folder is gone, and that of a dead master"
+    assert {*ray_folder.glob("arealite-ray-*")} == {held, young}, "its own folder is gone, and those of dead masters"
     assert "Authentication token is missing or incorrect" in refusal
     assert {name: told[name] for name in SECRETS} == SECRETS
     assert (told["master"], told["GLOO_SOCKET_IFNAME"]) == ("lo", None)  # ranks on other nodes are not on our loopback
