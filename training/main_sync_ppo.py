@@ -15,8 +15,9 @@ from arealite.workflow.rlvr import RLVRWorkflow
 
 def master(argv: list[str]) -> Master:
     config, _ = load_expr_config(argv, PPOConfig)
-    rewards = load_rewards(config.reward)
-    return Master(config, ppo(config), lambda gconfig, tokenizer: RLVRWorkflow(rewards, gconfig, tokenizer))
+    rewards, rollout = load_rewards(config.reward), config.rollout
+    limits = {"reward_timeout": rollout.reward_timeout, "num_reward_workers": rollout.reward_workers}
+    return Master(config, ppo(config), lambda gconfig, tokenizer: RLVRWorkflow(rewards, gconfig, tokenizer, **limits))
 
 
 def main(argv: list[str]) -> None:

@@ -39,8 +39,11 @@ def test_a_training_script_can_be_planned_as_it_is(name: str, capsys: pytest.Cap
     assert launched(str(script), print, ["--dry-run", "launcher.preflight=false"]) == 0
     config = re.search(r"main_\w+\.py --config (\S+)", told := capsys.readouterr().out)
     assert config is not None and "workers of trainer-0, on nodes that Ray chooses" in told
-    declared: Any = check_declared(Findings(), ["--config", config[1]], script)
+    limits = [] if name == "main_sft" else ["rollout.reward_timeout=3.5", "rollout.reward_workers=1"]
+    declared: Any = check_declared(Findings(), ["--config", config[1], *limits], script)
     assert declared.graph.publishes in declared.graph.engines
+    for runner in declared._make_workflow(declared.config.gconfig, None).rewards if limits else ():
+        assert (runner.timeout, runner._threads._max_workers) == (3.5, 1)
 
 
 def test_synchronous_is_a_bound_of_zero() -> None:
