@@ -183,7 +183,7 @@ class Master:
         for one in records:
             self._log.append(one)
         records = [*self._records_ahead, *(one for one in records if one.call in self.graph.named)]
-        calls = [one for one in records if one.step <= self.progress.step]
+        calls = [one for one in records if one.step == self.progress.step]
         self._records_ahead = [one for one in records if one.step > self.progress.step]
         self.progress.calls, self.progress.states, self._states_ahead = calls, self._states_ahead, {}
         if not calls:
