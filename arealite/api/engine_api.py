@@ -161,7 +161,7 @@ class InferenceEngine(abc.ABC):
     def evaluate_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> dict[str, float]:
         """Run one episode per item now and return metrics, equal on all ranks (collective).
 
-        `accuracy` if every reward is 0 or 1, else `reward`, both with `_low` and `_high`; `num_failed` have no result.
+        `reward`, and `accuracy` if every reward is 0 or 1, both with `_low` and `_high`; `num_failed` have no result.
         """
 
     @abc.abstractmethod

@@ -3,6 +3,23 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+OTHER_REWARDS = "reward/other_max"  # 1 once a reward of the run was neither 0 nor 1
+_SCORED = ("eval", "greedy", "sampled")
+
+
+def has_other_rewards(row: Mapping[str, Any]) -> bool:
+    """Tell whether a row knows of a reward that is neither 0 nor 1, by which no score of its run is an accuracy."""
+    scored = [name for name in _SCORED if f"{name}/reward" in row]
+    return bool(row.get(OTHER_REWARDS)) or any(f"{name}/accuracy" not in row for name in scored)
+
+
+def named(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of a step without accuracies, if they know of other rewards than 0 and 1."""
+    if not has_other_rewards(metrics):
+        return dict(metrics)
+    names = {f"{name}/accuracy{end}" for name in _SCORED for end in ("", "_low", "_high")}
+    return {key: value for key, value in metrics.items() if key not in names} | {OTHER_REWARDS: 1.0}
+
 
 def summarize(rows: list[dict[str, Any]], *, max_head_offpolicyness: int | None) -> dict[str, Any]:
     """Summarize a run in a few numbers, as far as its rows have them."""
@@ -16,20 +33,22 @@ def summarize(rows: list[dict[str, Any]], *, max_head_offpolicyness: int | None)
         summary["generated_tokens"] = int(generated[-1])
     if staleness := _values(rows, "staleness/max"):
         summary |= {"staleness_max": int(max(staleness)), "max_head_offpolicyness": max_head_offpolicyness}
-    for name, key in ((score_name(rows), "score"), ("completion_tokens", "eval/completion_tokens")):
-        if values := _values([row | {"score": score(row)} for row in rows], key):
+    called = score_name(rows)
+    scores = [value for row in rows if (value := score(row, called)) is not None]
+    for name, values in ((called, scores), ("completion_tokens", _values(rows, "eval/completion_tokens"))):
+        if values:
             summary |= {f"{name}_before": values[0], f"{name}_after": values[-1]}
     return summary
 
 
-def score(row: Mapping[str, Any], end: str = "") -> float | None:
-    """Return the accuracy or reward of the evaluation in a row, or an end of its interval (`_low`, `_high`)."""
-    return row.get(f"eval/accuracy{end}", row.get(f"eval/reward{end}"))
+def score(row: Mapping[str, Any], name: str, end: str = "") -> float | None:
+    """Return the score of the evaluation in a row by its `score_name`, or an end of its interval (`_low`, `_high`)."""
+    return row.get(f"eval/{name}{end}", row.get(f"eval/accuracy{end}"))
 
 
 def score_name(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return what the scores of a run are called: one evaluation with another reward than 0 and 1 names all."""
-    return "reward" if any("eval/reward" in row for row in rows) else "accuracy"
+    """Return what the scores of a run are called: one reward that is neither 0 nor 1, trained on or not, names all."""
+    return "reward" if any(map(has_other_rewards, rows)) else "accuracy"
 
 
 def scores_of_steps(rows: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> dict[int, float]:
@@ -39,11 +58,12 @@ def scores_of_steps(rows: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> 
     be compared: those without the prompts that failed are no score. An accuracy has counted them as wrong.
     """
     scores: dict[int, float] = {}
+    name = score_name(rows)
     for row in rows:
-        value = score(row)
+        value = score(row, name)
         if value is None and row.get("eval/loss") is not None:
             value = -row["eval/loss"]
-        if value is not None and not ("eval/reward" in row and row.get("eval/num_failed")):
+        if value is not None and not (name == "reward" and row.get("eval/num_failed")):
             scores |= {step: value for step in steps if row["step"] <= step + 1}
     return scores
 

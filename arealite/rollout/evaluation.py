@@ -29,9 +29,9 @@ def sample_metrics(
 ) -> dict[str, float]:
     """Summarize the samples of those of `num_prompts` prompts that have a result, and further columns `[R]` by name.
 
-    Samples of a prompt are averaged first. If every reward is 0 or 1, the mean is called `accuracy` and counts prompts
-    without a result as wrong. Otherwise it is called `reward` and leaves them out: what no result is worth compared to
-    a bad one, only the user can say. `<name>_low` and `<name>_high` are a 95 % interval.
+    Samples of a prompt are averaged first. `reward` leaves out prompts without a result: what none is worth compared to
+    a bad one, only the user can say. If every reward is 0 or 1 and no weighted sum of `rewards/<name>`, `accuracy`
+    counts them as wrong. `<name>_low` and `<name>_high` are a 95 % interval.
     """
     samples_P = group_index_R.bincount()
 
@@ -41,14 +41,13 @@ def sample_metrics(
 
     rewards_P = per_prompt(rewards_R)
     num_failed = num_prompts - len(samples_P)
-    if is_binary(rewards_R.tolist()):
+    metrics = {"reward": (value := rewards_P.mean().item())}
+    if len(rewards_P) > 1:
+        half = _Z * rewards_P.std().item() / math.sqrt(len(rewards_P))
+        metrics |= {"reward_low": value - half, "reward_high": value + half}
+    if is_binary(rewards_R.tolist()) and not any(name.startswith("rewards/") for name in columns):
         solved_P = [*rewards_P.tolist(), *[0.0] * num_failed]
-        metrics = share_with_interval("accuracy", solved_P, max_information=int(samples_P.max()))
-    else:
-        metrics = {"reward": (value := rewards_P.mean().item())}
-        if len(rewards_P) > 1:
-            half = _Z * rewards_P.std().item() / math.sqrt(len(rewards_P))
-            metrics |= {"reward_low": value - half, "reward_high": value + half}
+        metrics |= share_with_interval("accuracy", solved_P, max_information=int(samples_P.max()))
     metrics |= {name: per_prompt(values_R).mean().item() for name, values_R in columns.items()}
     return metrics | {"num_samples": float(len(rewards_R)), "num_failed": float(num_failed)}
 

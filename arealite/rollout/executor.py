@@ -20,10 +20,12 @@ from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import EpisodeError, EpisodeTimeoutError
 from arealite.api.io_struct import PromptId, RolloutStat
 from arealite.api.run_folder import RunFolder
+from arealite.api.run_metrics import OTHER_REWARDS
 from arealite.api.workflow_api import OutsideRows, RolloutWorkflow
 from arealite.rollout.account.ledger import Ledger
 from arealite.rollout.account.store import RolloutStore
 from arealite.rollout.episode import Attempts, Episode, EpisodeRunner, Keep, LocalAttempts, Outcome
+from arealite.rollout.evaluation import is_binary
 from arealite.rollout.event_loop import EventLoopThread
 from arealite.rollout.failures import OVERDUE, Budgets
 from arealite.rollout.prompts import Dataloader, Prompt, PromptSource, Row, ShouldAccept, brought, named
@@ -240,14 +242,18 @@ class RolloutExecutor:
         return RolloutStat(submitted=sum(totals.values()), **{k: n for k, n in totals.items() if k != "issued"})
 
     def metrics(self) -> dict[str, float]:
-        """Return the counts since the run began, and the mean reward since the last call, of rejected groups too."""
+        """Return the counts since the run began, and of the rewards since the last call, of rejected groups too, the
+        mean and whether any was neither 0 nor 1."""
         totals = self._ledger.totals()
         counts = {name: totals[name] for name in ("accepted", "rejected", "running")} | self._ledger.causes()
         metrics = {f"rollout/{name}": float(count) for name, count in counts.items()} | self.loop.watch.metrics()
         metrics |= {} if self._source is None else self._source.metrics()
         sampled = self._runner.sampled_rewards  # the event loop may add to it meanwhile
         rewards = [sampled.popleft() for _ in range(len(sampled))]
-        return metrics | ({"reward/sampled_mean": sum(rewards) / len(rewards)} if rewards else {})
+        if rewards:
+            other = float(not is_binary(rewards))
+            metrics |= {"reward/sampled_mean": sum(rewards) / len(rewards), OTHER_REWARDS: other}
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Make everything so far durable and return what `load_state_dict` needs to resume from here."""

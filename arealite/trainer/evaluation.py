@@ -29,7 +29,7 @@ from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.rollout.account.rollout_file import read_rows
 from arealite.rollout.account.store import RolloutStore
 from arealite.rollout.episode import Episode, Keep
-from arealite.rollout.evaluation import is_binary, pass_metrics, sample_metrics
+from arealite.rollout.evaluation import pass_metrics, sample_metrics
 from arealite.rollout.prompts import Row
 from arealite.trainer.step_line import compact
 from arealite.utils import stop
@@ -152,7 +152,7 @@ class Evaluation:
         num_groups, num_prompts = len(measured), len(self._dataset)
         group_index_R = torch.arange(num_groups).repeat_interleave(size)
         metrics = sample_metrics(torch.tensor(rewards_R).double(), group_index_R, tensors, num_prompts)
-        if name == "sampled" and is_binary(rewards_R):
+        if name == "sampled" and "accuracy" in metrics:
             right_P = [int(sum(rewards_R[i : i + size])) for i in range(0, len(rewards_R), size)]
             right_P += [0] * (num_prompts - num_groups)
             self.solved = [Counter(right_P)[c] for c in range(size + 1)]

@@ -17,7 +17,7 @@ from typing import Any, Self
 from arealite.api.cli_args import BaseExperimentConfig, StatsLoggerConfig, masked, to_yaml
 from arealite.api.io_struct import FinetuneSpec
 from arealite.api.run_folder import RunFolder
-from arealite.api.run_metrics import summarize
+from arealite.api.run_metrics import OTHER_REWARDS, has_other_rewards, named, summarize
 from arealite.trainer.bounds import bounds
 from arealite.trainer.records import undo_from, write_config
 from arealite.trainer.sinks import open_sinks
@@ -77,7 +77,9 @@ class StatsLogger:
 
     def commit(self, step: int) -> dict[str, float]:
         """End step `step`: reduce over ranks, write, and return the row, equal on all ranks (collective)."""
-        metrics = self._tracker.collect(step)
+        if self._writer is not None and self._writer.has_other_rewards:
+            self._tracker.add({OTHER_REWARDS: 1.0})
+        metrics = named(self._tracker.collect(step))
         self._evaluated_version = None
         if "perf/processed_tokens" in metrics and metrics["time/step_s"] > 0:
             metrics["perf/tokens_per_s"] = metrics["perf/processed_tokens"] / metrics["time/step_s"]
@@ -109,6 +111,7 @@ class _Writer:
         self._run = run = RunFolder(config)
         run.path.mkdir(parents=True, exist_ok=True)
         undo_from(run, start_step)
+        self.has_other_rewards = any(map(has_other_rewards, read_jsonl(run.metrics)))
         resolved: dict[str, Any] = {}
         self._bound: int | None = None
         if experiment is not None:
@@ -132,6 +135,7 @@ class _Writer:
         heartbeat.show(step=start_step, total_steps=ft_spec.total_train_steps, phase="")
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
+        self.has_other_rewards |= has_other_rewards(metrics)
         finite = {key: value for key, value in metrics.items() if math.isfinite(value)}
         new_nulls = metrics.keys() - finite.keys() - self._null_keys
         if new_nulls:  # once per metric, so that a diverged run does not flood its log

@@ -28,13 +28,15 @@ def compact(value: float) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """One number of the line, the sum of the metrics that a row has; columns of one group share a cell."""
+    """One number of the line: of its metrics the first that a row has, or their sum; columns of one group share a
+    cell."""
 
     label: str
     keys: tuple[str, ...]
     width: int
     render: Callable[[float], str] = compact
     group: str = ""
+    is_sum: bool = False
 
 
 COLUMNS = (
@@ -45,7 +47,7 @@ COLUMNS = (
     Column("mismatch_kl", ("policy/mismatch_kl",), 6),
     Column("staleness", ("staleness/mean",), 3, "{:.1f}".format),
     Column("rollout", ("time/rollout_s",), 5, "{:.1f}s".format, group="time"),
-    Column("train", ("time/logprobs_s", "time/update_s", "time/train_s"), 5, "{:.1f}s".format, group="time"),
+    Column("train", ("time/logprobs_s", "time/update_s", "time/train_s"), 5, "{:.1f}s".format, "time", is_sum=True),
     Column("processed", ("perf/tokens_per_s",), 7, lambda value: f"{compact(value)}/s"),
     Column("eval", ("eval/accuracy", "eval/reward"), 6),
     Column("eval", ("eval/loss",), 6),
@@ -87,7 +89,7 @@ class StepLine:
         has_trained = any(key.startswith(("optim/", "value/")) for key in metrics)
         for column in COLUMNS:
             found = [metrics[key] for key in column.keys if key in metrics]
-            value = sum(found) if found else None
+            value = (sum(found) if column.is_sum else found[0]) if found else None
             if column.label in self._hidden:
                 continue
             if value is not None:

@@ -143,11 +143,12 @@ def _evaluation(rows: Sequence[Row], key: str, colour: str, name: str = "") -> l
 
 def _held_out(rows: Sequence[Row]) -> Chart:
     """Draw the score of each evaluation with its interval."""
-    name, scored = score_name(rows), [row | {"score": score(row)} for row in rows if score(row) is not None]
+    name = score_name(rows)
+    scored = [row | {"score": value} for row in rows if (value := score(row, name)) is not None]
     traces = _evaluation(scored, "score", "--green", name)
-    if traces and all(score(row, "_low") is not None for row in scored):
-        above = [(score(row, "_high") or 0.0) - row["score"] for row in scored]
-        below = [row["score"] - (score(row, "_low") or 0.0) for row in scored]
+    if traces and all(score(row, name, "_low") is not None for row in scored):
+        above = [(score(row, name, "_high") or 0.0) - row["score"] for row in scored]
+        below = [row["score"] - (score(row, name, "_low") or 0.0) for row in scored]
         traces[0]["error_y"] = {"type": "data", "symmetric": False, "array": above, "arrayminus": below, "thickness": 1}
     return chart(f"Held-out {name}", traces, tickformat=".0%" if name == "accuracy" else "")
 

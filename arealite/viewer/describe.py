@@ -11,7 +11,7 @@ import yaml
 
 from arealite.api.cli_args import masked
 from arealite.api.run_folder import RunFolder
-from arealite.api.run_metrics import score, summarize
+from arealite.api.run_metrics import score, score_name, summarize
 from arealite.utils.files import reading, require_object
 from arealite.viewer.charts import charts, evaluation_charts
 from arealite.viewer.evaluation import evaluation_cards, evaluation_table, is_evaluation
@@ -118,8 +118,9 @@ def _cards(rows: list[dict[str, Any]], summary: dict[str, Any]) -> list[tuple[st
 
 def _interval(rows: list[dict[str, Any]], form: str) -> str:
     """Return the interval of the last evaluation in words."""
-    last: dict[str, Any] = next((row for row in reversed(rows) if score(row) is not None), {})
-    low, high = score(last, "_low"), score(last, "_high")
+    name = score_name(rows)
+    last: dict[str, Any] = next((row for row in reversed(rows) if score(row, name) is not None), {})
+    low, high = score(last, name, "_low"), score(last, name, "_high")
     return "" if low is None or high is None else f"; 95 % interval {low:{form}} to {high:{form}}"
 
 

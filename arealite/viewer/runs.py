@@ -15,6 +15,7 @@ import yaml
 
 from arealite.api.errors import ConfigError, LedgerError
 from arealite.api.run_folder import RunFolder
+from arealite.api.run_metrics import score_name
 from arealite.rollout.account.ledger_file import OUTCOME, open_for_reading
 from arealite.rollout.account.rollout_file import PER_TOKEN
 from arealite.utils.files import FileError, reading, require_object
@@ -86,7 +87,7 @@ class RunView:
         self._index = RowIndex(self._run.rollouts, only)
         self._metrics = MetricsTail(self._run.metrics)
         self._evaluations: dict[str, Any] | None = None
-        self._evaluated = ""  # times of the folders that they were read from
+        self._evaluated = "", True  # times of the folders that they were read from, and what they were called by
 
     def exists(self) -> bool:
         return is_run(self._run.path)
@@ -161,8 +162,10 @@ class RunView:
         folders = [path for path in self._run.rollouts.glob("*") if not path.name.startswith("step_")]
         stamps = "-".join(map(_stamp, sorted(folders)))
         with self._lock:
-            if stamps != self._evaluated:
-                self._evaluations, self._evaluated = evaluations(self._run.rollouts), stamps
+            is_binary = score_name(self._metrics.read()) == "accuracy"
+            if (stamps, is_binary) != self._evaluated:
+                self._evaluations = evaluations(self._run.rollouts, is_binary=is_binary)
+                self._evaluated = stamps, is_binary
             return self._evaluations
 
     def prompt(self, prompt_id: str) -> list[dict[str, Any]]:

@@ -33,19 +33,22 @@ def spread_steps(folder: Path) -> dict[str, int]:
     return {steps[step].name: MAX_SAMPLES // len(shown) for step in shown}
 
 
-def evaluations(folder: Path) -> dict[str, Any] | None:
-    """Return completions of an evaluation, or of the first and the last evaluation of a training."""
-    return examples(folder) or before_after(folder)
+def evaluations(folder: Path, *, is_binary: bool) -> dict[str, Any] | None:
+    """Return completions of an evaluation, or of the first and the last evaluation of a training.
+
+    They are right or wrong if those of the whole run are (`is_binary`).
+    """
+    return examples(folder, is_binary=is_binary) or before_after(folder, is_binary=is_binary)
 
 
-def before_after(folder: Path) -> dict[str, Any] | None:
+def before_after(folder: Path, *, is_binary: bool = True) -> dict[str, Any] | None:
     """Return the completions of the first and the last evaluation for the same prompts, in the data set's order."""
     steps = numbered(folder, "eval_step_")
     if len(steps) < 2:
         return None
     first, last = min(steps), max(steps)
     before, after = _first_answers(steps[first]), _first_answers(steps[last])
-    is_binary = all(line["reward"] in (0, 1) for line in (*before.values(), *after.values()))
+    is_binary &= all(line["reward"] in (0, 1) for line in (*before.values(), *after.values()))
     counts = dict.fromkeys(CHANGES.values() if is_binary else DIFFERENCES.values(), 0)
     pairs = []
     for index in sorted(before.keys() & after.keys()):
@@ -59,12 +62,11 @@ def before_after(folder: Path) -> dict[str, Any] | None:
     return found | {"is_binary": is_binary}
 
 
-def examples(folder: Path) -> dict[str, Any] | None:
+def examples(folder: Path, *, is_binary: bool = True) -> dict[str, Any] | None:
     """Return two completions of prompts of an evaluation: the greedy or the first one, and one with another reward if
     there is any. `counts` says how many prompts are always, sometimes and never solved."""
     found: dict[tuple[float, str], tuple[str, list[Answer]]] = {}
     counts = dict.fromkeys(("always", "sometimes", "unsolved"), 0)
-    is_binary = True
     if not batch_files(folder / "sampled"):
         return None
     for prompt_id, group in itertools.groupby(read_rows(folder / "sampled"), key=lambda line: line["prompt_id"]):

@@ -1,18 +1,15 @@
 """What the rows of metrics say of a run."""
 
-from arealite.api.run_metrics import scores_of_steps, summarize
+from arealite.api.run_metrics import named, scores_of_steps, summarize
 
 
 def test_scores_are_accuracies_rewards_or_losses_after_each_step() -> None:
     rows = [{"step": 0, "eval/accuracy": 0.2}, {"step": 3, "eval/accuracy": 0.6}]
     assert scores_of_steps(rows, [0, 1, 2, 5]) == {0: 0.2, 1: 0.2, 2: 0.6, 5: 0.6}
     assert scores_of_steps([{"step": 1, "eval/loss": 2.0}], [0]) == {0: -2.0}
-    rows = [
-        {"step": 1, "eval/reward": 5.0, "eval/num_failed": 3.0},
-        {"step": 2, "eval/accuracy": 0.5, "eval/num_failed": 3.0},
-    ]
-    assert scores_of_steps(rows[:1], [0]) == {}, "the prompts that failed may be the hard ones"
-    assert scores_of_steps(rows, [0, 1]) == {1: 0.5}, "an accuracy has counted them as wrong"
+    row = {"step": 1, "eval/reward": 0.8, "eval/num_failed": 3.0}
+    assert scores_of_steps([row], [0]) == {}, "the prompts that failed may be the hard ones"
+    assert scores_of_steps([row | {"eval/accuracy": 0.5}], [0]) == {0: 0.5}, "an accuracy has counted them as wrong"
 
 
 def test_a_summary_calls_rewards_accuracy_only_if_all_are_0_or_1() -> None:
@@ -21,3 +18,22 @@ def test_a_summary_calls_rewards_accuracy_only_if_all_are_0_or_1() -> None:
     rows.append({"step": 2, "eval/reward": 1.5})
     summary = summarize(rows, max_head_offpolicyness=0)
     assert (summary["reward_before"], summary["reward_after"]) == (0.0, 1.5) and "accuracy_before" not in summary
+
+
+def test_a_reward_that_was_only_trained_on_names_the_scores_too() -> None:
+    """Held-out rewards were 0, 0 and 1 by chance; one prompt has no result."""
+    score = {"eval/reward": 1 / 3, "eval/accuracy": 0.25, "eval/accuracy_low": 0.1, "eval/num_failed": 1.0}
+    assert named(score | {"reward/other_max": 0.0}) == score | {"reward/other_max": 0.0}
+    others = {"eval/reward": 1 / 3, "eval/num_failed": 1.0, "reward/other_max": 1.0}
+    assert named(score | {"reward/other_max": 1.0}) == others
+    rows = [{"step": 0} | score, {"step": 1} | others]
+    assert summarize(rows[:1], max_head_offpolicyness=0)["accuracy_after"] == 0.25
+    summary = summarize(rows, max_head_offpolicyness=0)
+    assert (summary["reward_before"], summary["reward_after"]) == (1 / 3, 1 / 3) and "accuracy_before" not in summary
+
+
+def test_one_rule_holds_for_both_parts_of_an_evaluation_and_none_for_pairs() -> None:
+    assert named({"greedy/reward": 0.0, "greedy/accuracy": 0.0, "sampled/reward": 0.05}) == {
+        "greedy/reward": 0.0, "sampled/reward": 0.05, "reward/other_max": 1.0,
+    }  # fmt: skip
+    assert named({"eval/accuracy": 0.5, "eval/loss": 0.7}) == {"eval/accuracy": 0.5, "eval/loss": 0.7}

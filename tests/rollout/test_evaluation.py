@@ -66,6 +66,19 @@ def test_another_reward_than_0_and_1_is_no_accuracy() -> None:
     assert (metrics["reward_low"], metrics["reward_high"]) == pytest.approx((2.0 - half, 2.0 + half))
 
 
+def test_a_prompt_without_a_result_counts_only_where_its_worth_is_known() -> None:
+    metrics = evaluation_metrics(batch_of([[1.0], [0.0]]), num_prompts=4)
+    assert (metrics["reward"], metrics["accuracy"]) == (0.5, 0.25)
+
+
+def test_a_weighted_sum_is_no_accuracy() -> None:
+    """Not even where all functions gave 0."""
+    batch = batch_of([[0.0], [1.0]])
+    batch["rewards/correct"] = torch.tensor([0.0, 1.0])
+    metrics = evaluation_metrics(batch, num_prompts=2)
+    assert (metrics["reward"], metrics["rewards/correct"]) == (0.5, 0.5) and "accuracy" not in metrics
+
+
 def test_one_prompt_has_no_standard_error() -> None:
     assert evaluation_metrics(batch_of([[-0.75]]), num_prompts=1) == {
         "reward": -0.75, "completion_tokens": 2.0, "num_samples": 1.0, "num_failed": 0.0,

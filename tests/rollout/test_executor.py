@@ -456,7 +456,7 @@ def test_dynamic_sampling_replaces_groups_without_spread_and_tells_the_reward_of
 ) -> None:
     def act(engine: InferenceEngine, row: Row) -> TensorDict:
         group = concat_padded_tensors([waiting_trajectory(row["prompt_id"].index, 0)] * 2)
-        group["rewards"] = torch.tensor([1.0, float(row["prompt_id"].index % 3 > 0)])
+        group["rewards"] = torch.tensor([0.75, 0.75] if row["prompt_id"].index % 3 else [1.0, 0.0])
         return group
 
     engine = start(consumer_batch_size=2, max_head_offpolicyness=0)
@@ -465,8 +465,10 @@ def test_dynamic_sampling_replaces_groups_without_spread_and_tells_the_reward_of
     assert prompts_of(batch)[::2] == [0, 3] and batch["rewards"].tolist() == [1.0, 0.0] * 2
     num_rejected = engine.executor.stats.rejected
     assert num_rejected >= 2
-    expected = (4 * 0.5 + num_rejected * 2) / (4 + num_rejected * 2)
-    assert engine.executor.metrics()["reward/sampled_mean"] == pytest.approx(expected)
+    expected = (4 * 0.5 + num_rejected * 1.5) / (4 + num_rejected * 2)
+    metrics = engine.executor.metrics()
+    assert metrics["reward/sampled_mean"] == pytest.approx(expected)
+    assert metrics["reward/other_max"] == 1.0, "of a rejected group"
     assert "reward/sampled_mean" not in engine.executor.metrics(), "told once"
 
 
@@ -1166,7 +1168,9 @@ def test_runs_of_several_rows_are_accounted_for_and_come_back_bit_for_bit(
     for version in range(2):
         batches.append(engine.executor.prepare_batch(loader, workflow, has_spread))
         engine.set_version(version + 1)
-    assert engine.executor.metrics()["reward/sampled_mean"] == 0.5, "a run counts once"
+    metrics = engine.executor.metrics()
+    assert metrics["reward/sampled_mean"] == 0.5, "a run counts once"
+    assert metrics["reward/other_max"] == 0.0
     engine.executor.close()
     found = audit(tmp_path / "e" / "t")
     assert found.is_clean and (found.trained, found.repeated, found.lost) == (6, 0, None)

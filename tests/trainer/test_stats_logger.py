@@ -228,3 +228,21 @@ def test_a_trace_is_joined_after_its_steps(
     spans = {one.name: one for one in read_spans(path)}
     assert [name for name in spans if "step" in name] == ["step 3", "step 4", "step 5"]
     assert spans["step 3"].length_s == pytest.approx(first["time/step_s"], abs=1e-5)
+
+
+def test_a_reward_that_is_not_0_or_1_takes_the_accuracies_of_its_run(tmp_path: Path) -> None:
+    """From the step on in which it was sampled, and after a resume."""
+    held_out = {"eval/reward": 0.0, "eval/accuracy": 0.0, "eval/accuracy_low": 0.0, "eval/accuracy_high": 0.3}
+    stats = StatsLogger(stats_config(tmp_path), FT_SPEC)
+    found = list[bool]()
+    for other in (0.0, 1.0, 0.0):
+        stats.add(held_out | {"reward/other_max": other})
+        found.append("eval/accuracy" in stats.commit(len(found)))
+    assert found == [True, False, False]
+    for start_step, is_accuracy in ((2, False), (1, True)):
+        resumed = StatsLogger(stats_config(tmp_path), FT_SPEC, start_step=start_step)
+        resumed.add(held_out)
+        row = resumed.commit(start_step)
+        assert ("eval/accuracy_high" in row) == is_accuracy and row["eval/reward"] == 0.0
+    resumed.close()
+    assert "accuracy_after" in json.loads((tmp_path / "exp/t0/summary.json").read_text())

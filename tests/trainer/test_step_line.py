@@ -42,7 +42,8 @@ def test_the_line_and_its_order() -> None:
 def test_a_last_evaluation_shows_only_what_it_has() -> None:
     line = StepLine(total_steps=200, staleness_bound=4, width=200)
     line.render(199, ROW)
-    assert line.render(200, {"eval/accuracy": 0.5, "time/step_s": 1.0}) == "step 200/200 | eval  0.500"
+    row = {"eval/accuracy": 0.5, "eval/reward": 0.8, "time/step_s": 1.0}
+    assert line.render(200, row) == "step 200/200 | eval  0.500"
 
 
 def test_a_reward_that_is_no_accuracy_is_shown() -> None:

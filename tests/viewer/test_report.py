@@ -141,6 +141,17 @@ def test_a_reward_that_is_not_0_or_1_is_never_called_accuracy(tmp_path: Path) ->
     assert not data["evaluations"]["is_binary"]
 
 
+def test_a_reward_of_training_that_is_not_0_or_1_makes_no_held_out_answer_right_or_wrong(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "reward/other_max": 1.0, "eval/reward": 0.5, "eval/version": 5}\n')
+    (_, data), cards = parse(path := write_report(tmp_path)), cards_of(path)
+    assert cards["Held-out reward"] == "0.25 → 0.5" and "Held-out accuracy" not in cards
+    assert data["run"]["charts"][0]["title"] == "Held-out reward"
+    found = data["evaluations"]
+    assert (found["is_binary"], found["counts"]) == (False, {"better": 1, "equal": 3, "worse": 0})
+
+
 def test_the_interval_of_an_accuracy_is_shown(tmp_path: Path) -> None:
     notes = [note for _, _, note in parse(write_report(make_run(tmp_path)))[1]["run"]["cards"]]
     assert "+50.0 points; 95 % interval 70.0% to 80.0%" in notes
