@@ -43,13 +43,24 @@ def write_metrics(run: Path, steps: Sequence[int]) -> None:
     run.mkdir(parents=True, exist_ok=True)
     with (run / "metrics.jsonl").open("a") as file:
         for step in steps:
-            file.write(json.dumps({"step": step, "reward/mean": step / 10, "time/step_s": 2.0}) + "\n")
+            row = {"step": step, "reward/mean": step / 10, "optim/grad_norm": 1.0, "time/step_s": 2.0}
+            file.write(json.dumps(row) + "\n")
 
 
-def write_run(run: Path, *, num_steps: int = 2) -> Path:
+def finish(run: Path, num_steps: int) -> None:
+    """Append the row of the last evaluation, as the loops do, and write the summary of a run that is done."""
+    row = {"step": num_steps, "eval/version": num_steps, "eval/reward": 0.8, "eval/accuracy": 0.75, "time/step_s": 1.0}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    (run / "summary.json").write_text('{"is_finished": true}')
+
+
+def write_run(run: Path, *, num_steps: int = 2, is_finished: bool = True) -> Path:
     """Write a run of `num_steps` with two prompts of two samples each, an evaluation, and a ledger with a failure, a
     rejection and a prompt that waits besides."""
     write_metrics(run, range(num_steps))
+    if is_finished:
+        finish(run, num_steps)
     byte_tokenizer().save(str(run / "tokenizer.json"))
     (run / "config.yaml").write_text(f"experiment_name: e\ntrial_name: {run.name}\nactor: {{path: {run}}}\n")
     for step in range(num_steps):

@@ -24,7 +24,7 @@ def named(metrics: Mapping[str, float]) -> dict[str, float]:
 def summarize(rows: list[dict[str, Any]], *, max_head_offpolicyness: int | None) -> dict[str, Any]:
     """Summarize a run in a few numbers, as far as its rows have them."""
     summary: dict[str, Any] = {
-        "steps": sum("optim/grad_norm" in row or "value/grad_norm" in row for row in rows),
+        "steps": sum(map(is_of_training, rows)),
         "wall_s": sum(_values(rows, "time/step_s")),
     }
     if trained := _values(rows, "perf/trained_tokens"):
@@ -39,6 +39,11 @@ def summarize(rows: list[dict[str, Any]], *, max_head_offpolicyness: int | None)
         if values:
             summary |= {f"{name}_before": values[0], f"{name}_after": values[-1]}
     return summary
+
+
+def is_of_training(row: Mapping[str, Any]) -> bool:
+    """Tell whether a row is that of a step: the row after the last one has an evaluation only."""
+    return "optim/grad_norm" in row or "value/grad_norm" in row
 
 
 def score(row: Mapping[str, Any], name: str, end: str = "") -> float | None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -209,6 +210,16 @@ def file_lock(path: Path, *, timeout_s: float) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def is_locked(path: Path) -> bool:
+    """Tell whether anybody holds a lock of `file_lock`, as far as the file system lets this node know."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # freed at once; who wants it meanwhile tries again
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _write_holder(descriptor: int) -> None:

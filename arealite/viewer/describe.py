@@ -12,7 +12,7 @@ import yaml
 from arealite.api.cli_args import masked
 from arealite.api.run_folder import RunFolder
 from arealite.api.run_metrics import score, score_name, summarize
-from arealite.utils.files import reading, require_object
+from arealite.utils.files import is_locked, reading, require_object
 from arealite.viewer.charts import charts, evaluation_charts
 from arealite.viewer.evaluation import evaluation_cards, evaluation_table, is_evaluation
 from arealite.viewer.plain import readable
@@ -24,6 +24,26 @@ FILES_OF_RUNS = ("metrics.jsonl", "config.yaml", "run.json")
 def is_run(folder: Path) -> bool:
     """Tell whether a folder is that of a run."""
     return any((folder / name).exists() for name in FILES_OF_RUNS)
+
+
+def state_of(run: RunFolder) -> str:
+    """Return what became of a run: its locks, which the kernel frees, tell one that trains from one that died."""
+    with reading(run.summary):
+        if run.is_finished:
+            return "finished"
+    if is_locked(run.trainer_lock):
+        return "training"
+    if is_locked(run.launcher_lock):
+        return "starting"
+    return "stopped" if run.summary.exists() else "ended early"
+
+
+def score_in_words(row: dict[str, Any]) -> str:
+    """Return the score of the evaluation in a row, if there is one."""
+    name = score_name([row])
+    if (value := score(row, name)) is not None:
+        return f"{name} {value:{'.1%' if name == 'accuracy' else '.3g'}}"
+    return f"loss {row['eval/loss']:.3g}" if row.get("eval/loss") is not None else ""
 
 
 def describe(run: RunFolder, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -47,8 +67,8 @@ def describe(run: RunFolder, rows: list[dict[str, Any]]) -> dict[str, Any]:
         if rows and is_evaluation(rows[-1]):
             cards, table = evaluation_cards(rows[-1], summary), evaluation_table(rows[-1])
             shown = evaluation_charts(rows[-1], summary.get("solved") or [])
-    if not run.summary.exists():
-        lead = f"{lead} (not finished: {summary['steps']} steps so far)".strip()
+    if (state := state_of(run)) != "finished" and not run.summary.exists():
+        lead = f"{lead} ({state}: {summary['steps']} steps so far)".strip()
     if run.trace.exists():
         lead += "; ui.perfetto.dev shows what its processes did, from trace.json.gz"
     return {

@@ -3,11 +3,12 @@
 A run is known by its path below the viewer's folder, and only runs that were found there can be asked for.
 """
 
+import contextlib
 import itertools
 import json
 import os
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ import yaml
 
 from arealite.api.errors import ConfigError, LedgerError
 from arealite.api.run_folder import RunFolder
-from arealite.api.run_metrics import score_name
+from arealite.api.run_metrics import is_of_training, score_name
 from arealite.rollout.account.ledger_file import OUTCOME, open_for_reading
 from arealite.rollout.account.rollout_file import PER_TOKEN
 from arealite.utils.files import FileError, reading, require_object
-from arealite.viewer.describe import describe, is_run
+from arealite.viewer.describe import describe, is_run, score_in_words, state_of
 from arealite.viewer.index import RowIndex
 from arealite.viewer.plain import readable
 from arealite.viewer.samples import MAX_CHARACTERS, cut, evaluations
@@ -28,7 +29,7 @@ from arealite.viewer.token_texts import token_texts, tokenizer_file
 MAX_UNTRAINED = 20_000  # prompts that wait, run, were rejected or failed: the newest are listed
 SLICE_S = 0.3  # how long a request indexes or searches before it says that there is more
 _DEPTH = 3  # of runs below the folder: <fileroot>/<experiment>/<trial>
-_LAST_BYTES = 64 * 1024  # of the metrics, which hold the last row
+_LAST_BYTES = 256 * 1024  # of the metrics: about a hundred rows
 _FROZEN_TOKENS = 400_000  # of which a frozen page has the numbers: 20 bytes each
 _ISSUES = """
 SELECT epoch || '-' || idx AS prompt_id, ticket, state, reason, attempt, head_version, trained_version, latency_s,
@@ -98,17 +99,16 @@ class RunView:
         changed = {"changed_unix_s": max(stat.st_mtime if (stat := _stat(file)) else 0.0 for file in files)}
         try:
             with reading(self._run.metrics):
-                row = _last_row(self._run.metrics)
-                numbers = {"steps": int(row.get("step", -1)) + 1, "reward": row.get("reward/mean")}
-            with reading(self._run.summary):
-                state = "finished" if self._run.is_finished else "not finished"
-            return changed | numbers | {"state": state}
+                numbers = _last_numbers(self._run.metrics)
+            return changed | numbers | {"state": state_of(self._run)}
         except FileError as error:
-            return changed | {"steps": 0, "reward": None, "state": str(error)}
+            return changed | {"steps": 0, "reward": None, "held_out": "", "state": str(error)}
 
     def describe(self, tag: str) -> tuple[str, dict[str, Any] | None]:
         """Return what the run was, with charts of its metrics, under a new tag; nothing if `tag` still holds."""
         stamps = [_stamp(path) for path in (self._run.metrics, self._run.config, self._run.summary)]
+        with contextlib.suppress(FileError):  # which `describe` raises
+            stamps.append(state_of(self._run))
         now = "-".join(stamps)
         if now == tag:
             return now, None
@@ -260,14 +260,31 @@ def _run_folders(folder: Path, depth: int) -> list[Path]:
     return [found for child in sorted(children) for found in _run_folders(child, depth - 1)] if depth else []
 
 
-def _last_row(path: Path) -> dict[str, Any]:
-    """Return the last whole row of a file of metrics."""
+def _last_numbers(path: Path) -> dict[str, Any]:
+    """Return steps and reward of the last row of a step that trained, and the last score of held-out rows.
+
+    Only the end of a large file is read: an evaluation before it is left out.
+    """
+    steps, reward, held_out = 0, None, ""
+    for row in _last_rows(path):
+        if not steps and is_of_training(row):
+            steps, reward = int(row["step"]) + 1, row.get("reward/mean")
+        held_out = held_out or score_in_words(row)
+        if steps and held_out:
+            break
+    return {"steps": steps, "reward": reward, "held_out": held_out}
+
+
+def _last_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield whole rows of the end of a file of metrics, the last one first."""
     if not path.exists():
-        return {}
-    with reading(path), path.open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
-        last = file.read().rpartition(b"\n")[0].rpartition(b"\n")[2]
-        return require_object(json.loads(last)) if last else {}
+        return
+    with path.open("rb") as file:
+        start = max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES)
+        file.seek(start)
+        lines = file.read().rpartition(b"\n")[0].splitlines()
+    for line in reversed(lines[1:] if start else lines):  # the first one may have begun before
+        yield require_object(json.loads(line))
 
 
 def _of_row(row: dict[str, Any]) -> dict[str, Any]:

@@ -280,7 +280,7 @@ def test_a_run_that_was_cut_off(tmp_path: Path) -> None:
     (last := run / "rollouts/step_3/0.parquet").rename(last.with_name(".0.parquet.unfinished"))
     _, data = parse(write_report(run))
     assert len(data["row"]) == 18
-    assert "not finished: 4 steps so far" in data["run"]["lead"]
+    assert "ended early: 4 steps so far" in data["run"]["lead"]
 
 
 def test_an_sft_run(tmp_path: Path) -> None:

@@ -5,10 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from testing_rollouts import write_rows
-from testing_views import byte_tokenizer, row, write_metrics, write_run
+from testing_views import byte_tokenizer, finish, row, write_metrics, write_run
 
 from arealite.api.errors import ConfigError
+from arealite.api.run_folder import RunFolder
 from arealite.rollout.account.updates import Update, write_update
+from arealite.utils.files import file_lock
+from arealite.viewer.describe import score_in_words
 from arealite.viewer.runs import MetricsTail, Runs, RunView
 
 
@@ -35,18 +38,58 @@ def test_metrics_are_read_as_they_grow(tmp_path: Path) -> None:
 def test_runs_are_found_below_the_folder_the_newest_first(tmp_path: Path) -> None:
     for name in ("e/t0", "e/t1"):
         write_metrics(tmp_path / name, [0, 1])
-    (tmp_path / "e/t1/summary.json").write_text('{"is_finished": true}')
+    finish(tmp_path / "e/t1", 2)
     write_metrics(tmp_path / "e/t0", [2])
     (tmp_path / ".hidden/t").mkdir(parents=True)
     write_metrics(tmp_path / ".hidden/t", [0])
     table = Runs(tmp_path).table()
-    assert {line["run"]: (line["steps"], line["reward"], line["state"]) for line in table} == {
-        "e/t0": (3, 0.2, "not finished"),
-        "e/t1": (2, 0.1, "finished"),
+    keys = ("steps", "reward", "held_out", "state")
+    assert {line["run"]: tuple(line[key] for key in keys) for line in table} == {
+        "e/t0": (3, 0.2, "", "ended early"),
+        "e/t1": (2, 0.1, "accuracy 75.0%", "finished"),
     }
     times = [line["changed_unix_s"] for line in table]
     assert times == sorted(times, reverse=True)
     assert [line["run"] for line in Runs(tmp_path / "e/t0").table()] == ["."]
+
+
+def test_the_last_score_of_a_long_run_is_found(tmp_path: Path) -> None:
+    write_metrics(tmp_path, range(9000))
+    finish(tmp_path, 9000)
+    write_metrics(tmp_path, range(9000, 9050))
+    (line,) = Runs(tmp_path).table()
+    assert (line["steps"], line["held_out"]) == (9050, "accuracy 75.0%")
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"eval/reward": 0.5, "eval/accuracy": 0.5, "reward/other_max": 1.0}, "reward 0.5"),
+        ({"eval/reward": -1.25}, "reward -1.25"),
+        ({"eval/loss": 0.6931}, "loss 0.693"),
+        ({"reward/mean": 1.0}, ""),
+    ],
+)
+def test_a_score_has_its_name(row: dict[str, float], told: str) -> None:
+    assert score_in_words(row) == told
+
+
+def test_a_run_that_trains_is_told_from_one_that_died(tmp_path: Path) -> None:
+    write_metrics(tmp_path, [0])
+    (view, run), states = (RunView(tmp_path), RunFolder(tmp_path)), list[str]()
+
+    def look() -> str:
+        states.append(str(view.line()["state"]))
+        return view.describe("")[0]
+
+    with file_lock(run.launcher_lock, timeout_s=1):
+        look()
+        with file_lock(run.trainer_lock, timeout_s=1):
+            training = look()
+    assert states == ["starting", "training"] and look() != training, "nothing but the lock has changed"
+    run.summary.write_text('{"is_finished": false}')
+    look()
+    assert states[2:] == ["ended early", "stopped"]
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json"])
@@ -55,7 +98,7 @@ def test_a_damaged_run_hides_no_other(tmp_path: Path, name: str) -> None:
         write_metrics(tmp_path / trial, [0])
     (tmp_path / "t1" / name).write_text("[5\n")
     states = {line["run"]: line["state"] for line in Runs(tmp_path).table()}
-    assert states.pop("t0") == "not finished"
+    assert states.pop("t0") == "ended early"
     assert states.pop("t1").startswith(f"{tmp_path}/t1/{name} must be as its writer left it")
 
 
@@ -70,7 +113,7 @@ def test_only_runs_that_were_found_can_be_asked_for(tmp_path: Path) -> None:
 
 
 def test_a_run_that_did_not_change_is_not_described_again(tmp_path: Path) -> None:
-    view = RunView(write_run(tmp_path / "t0"))
+    view = RunView(write_run(tmp_path / "t0", is_finished=False))
     tag, first = view.describe("")
     assert first is not None and first["title"] == "e / t0"
     assert view.describe(tag) == (tag, None)

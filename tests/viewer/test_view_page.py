@@ -95,9 +95,10 @@ def test_from_the_list_of_runs_to_a_token(tmp_path: Path, viewing: Viewing, new_
     page.click("text=e/t0")
     page.wait_for_selector(".plot .main-svg")
     assert "token" not in page.url, "nobody shall read it over a shoulder"
-    page.hover(".plot .nsewdrag", position={"x": 8, "y": 60})  # near step 0
-    page.wait_for_selector(".plot .hoverlayer > *", state="attached")  # Plotly's click is of the point it has shown
-    page.click(".plot .nsewdrag", position={"x": 8, "y": 60})
+    rewards = page.locator(".chart:has(h3:text-is('Reward'))")
+    rewards.locator(".nsewdrag").hover(position={"x": 8, "y": 60})  # near step 0
+    rewards.locator(".hoverlayer > *").first.wait_for(state="attached")  # Plotly's click is of the point it has shown
+    rewards.locator(".nsewdrag").click(position={"x": 8, "y": 60})
     counted(page, "5 of 13")
     page.click("button[type=reset]")
     page.click("#tab-charts")
@@ -128,12 +129,20 @@ def test_from_the_list_of_runs_to_a_token(tmp_path: Path, viewing: Viewing, new_
     page.keyboard.press("Home")
     page.wait_for_selector("#row >> text=No update has trained on this prompt")
     assert "reward_timeout" in page.inner_text("#row .ledger")
+    page.select_option("[name=outcome]", "issued")
+    counted(page, "1 of 13")
+    page.focus("#rows .scroll")
+    page.keyboard.press("Home")
+    page.wait_for_selector("#row >> text=The run is over and did not need it")
     page.keyboard.press("Escape")
     assert page.is_hidden("#row")
     page.click("#tab-runs")
+    line = page.locator("#runs tbody tr", has_text="e/t1").locator("td")
+    assert line.all_inner_texts()[2:6] == ["4", "0.3", "accuracy 75.0%", "finished"]
     page.check("[aria-label='Draw e/t1 beside']")
     page.click("#tab-charts")
     page.wait_for_selector("#charts .lead:has-text('beside it, dotted: e / t1')")
+    page.wait_for_selector(".chart h3:has-text('Time per step seconds, of e / t0 only')")
 
 
 def test_two_runs_on_the_same_prompt(tmp_path: Path, viewing: Viewing, new_page: NewPage) -> None:
@@ -245,7 +254,7 @@ def test_a_folder_without_runs_says_so_until_there_is_one(tmp_path: Path, viewin
 
 
 def test_a_run_that_trains_and_resumes(tmp_path: Path, viewing: Viewing, new_page: NewPage) -> None:
-    run = write_run(tmp_path / "t0")
+    run = write_run(tmp_path / "t0", is_finished=False)
     address = viewing(run)
     page = opened(new_page(), address)
     counted(page, "12 of 12")

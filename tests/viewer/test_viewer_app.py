@@ -113,7 +113,7 @@ def test_one_run_from_its_list_to_a_trajectory(tmp_path: Path) -> None:
         _, _, [line] = await get("/api/runs")
         assert (line["run"], line["steps"]) == ("e/t0", 2)
         _, headers, found = await get("/api/run", run="e/t0")
-        assert found["title"] == "e / t0" and found["cards"][0][:2] == ["Reward", "0 → 0.1"]
+        assert found["title"] == "e / t0" and found["cards"][1][:2] == ["Reward", "0 → 0.1"]
         assert (await get("/api/run", SHOWN | {"If-None-Match": headers["ETag"]}, run="e/t0"))[0] == 304
         _, _, rows = await get("/api/rows", run="e/t0", generation="-1", start="0")
         assert (rows["generation"], rows["count"], rows["is_complete"], rows["problems"]) == (0, 9, True, [])

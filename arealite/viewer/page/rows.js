@@ -145,6 +145,14 @@ function openRow(n) {
   attempt("trajectory", () => showRow(n));
 }
 
+// What a prompt that is open in the ledger waits for.
+function whyOpen(outcome) {
+  if (!["issued", "running", "accepted"].includes(outcome)) return "";
+  const what = state.runs.find((one) => one.run === state.run)?.state;
+  if (what === "finished") return " The run is over and did not need it: episodes are started ahead of the last step.";
+  return ["stopped", "ended early"].includes(what) ? " The run has ended; if it is resumed, the prompt is asked again." : "";
+}
+
 async function showRow(n) {
   const { run, rows } = state;
   const prompt = rows.value("prompt_id", n);
@@ -155,7 +163,7 @@ async function showRow(n) {
   const close = element("button", "close", "Close");
   close.type = "button";
   close.addEventListener("click", closeRow);
-  const body = n < 0 ? [element("p", "note", "No update has trained on this prompt, so no trajectory is stored.")] : [
+  const body = n < 0 ? [element("p", "note", `No update has trained on this prompt, so no trajectory is stored.${whyOpen(rows.outcome(n))}`)] : [
     facts([
       ["Reward", row.facts.reward], ["Trained at step", row.facts.trained_step], ["Staleness", rows.value("staleness", n) < 0 ? null : rows.value("staleness", n)],
       ["Sampled tokens", rows.value("sampled", n)], ["Tokens", rows.value("tokens", n)], ["Attempt", row.facts.attempt], ["Server", row.facts.server], ["Truncated", row.facts.no_eos],

@@ -6,7 +6,7 @@ const SLOW_POLLS = 5; // the list of runs and the ledger are asked for at every 
 const TABS = ["runs", "charts", "rows"];
 const quiet = source === saved ? "A saved page, with some of the run's trajectories: `arealite view` shows all." : "";
 
-const state = { run: null, beside: [], tab: "runs", described: new Map(), rows: new Rows(), others: new Map(), snippets: new Map(), hits: null, search: 0, row: null, problems: new Map() };
+const state = { run: null, runs: [], beside: [], tab: "runs", described: new Map(), rows: new Rows(), others: new Map(), snippets: new Map(), hits: null, search: 0, row: null, problems: new Map() };
 
 // What is open stands in the address, so that a reload shows it again.
 function readAddress() {
@@ -52,6 +52,7 @@ const ago = (unix_s) => {
 
 async function refreshRuns() {
   const runs = await source.get("runs");
+  state.runs = runs;
   const focused = document.activeElement?.dataset?.key;
   $("#runs tbody").replaceChildren(...runs.map((one) => {
     const open = element("button", "link", one.run === "." ? "this run" : one.run);
@@ -71,7 +72,7 @@ async function refreshRuns() {
     });
     const line = element("tr", one.run === state.run ? "open" : "", undefined, [
       element("td", "", undefined, [open]), element("td", "", undefined, [beside]), element("td", "", String(one.steps)),
-      element("td", "", one.reward == null ? "" : shown(one.reward)), element("td", "state", one.state), element("td", "", ago(one.changed_unix_s)),
+      element("td", "", one.reward == null ? "" : shown(one.reward)), element("td", "", one.held_out), element("td", "state", one.state), element("td", "", ago(one.changed_unix_s)),
     ]);
     return line;
   }));
@@ -144,7 +145,7 @@ function showStep(step) {
 // Runs whose configs give them the same name are told apart by their folders.
 const titleAmong = (all, one, name) => (all.filter((other) => other.title === one.title).length > 1 ? name : one.title);
 
-// The charts of the first run, with the curves of others dotted in them; bars are the first run's alone.
+// The charts of the first run, with the curves of others dotted in them; bars are the first run's alone, and say so.
 function besideEachOther(all, names) {
   const [main, ...others] = all;
   if (!others.length) return main.charts;
@@ -153,8 +154,9 @@ function besideEachOther(all, names) {
     const chart = main.charts.find((one) => one.title === title) ?? { ...others.flatMap((one) => one.charts).find((one) => one.title === title), traces: [] };
     const dotted = others.flatMap((one) => (one.charts.find((other) => other.title === title)?.traces ?? []).filter((trace) => trace.type === "scatter")
       .map((trace) => ({ ...trace, name: `${titleAmong(all, one, names[all.indexOf(one)])}: ${trace.name}`, line: { ...trace.line, dash: "dot" } })));
-    return { ...chart, traces: [...chart.traces, ...dotted] };
-  });
+    const isOfOne = chart.traces.some((trace) => trace.type === "bar");
+    return { ...chart, unit: isOfOne ? `${chart.unit}, of ${titleAmong(all, main, names[0])} only` : chart.unit, traces: [...chart.traces, ...dotted] };
+  }).filter((chart) => chart.traces.length);
 }
 
 // The page
