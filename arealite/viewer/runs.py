@@ -23,7 +23,7 @@ from arealite.utils.files import FileError, reading, require_object
 from arealite.viewer.describe import describe, is_run, score_in_words, state_of
 from arealite.viewer.index import RowIndex
 from arealite.viewer.plain import readable
-from arealite.viewer.samples import MAX_CHARACTERS, cut, evaluations
+from arealite.viewer.samples import cut_segments, evaluations
 from arealite.viewer.token_texts import token_texts, tokenizer_file
 
 MAX_UNTRAINED = 20_000  # prompts that wait, run, were rejected or failed: the newest are listed
@@ -149,9 +149,7 @@ class RunView:
             num_tokens += len(row["input_ids"] or ())
             if num_tokens > _FROZEN_TOKENS:
                 row["input_ids"] = None
-            parts = row["segments"] or ()
-            limit = 2 * MAX_CHARACTERS // max(2, len(parts))  # many turns are as long as few
-            row["segments"] = [{kind: cut(text, limit) for kind, text in part.items()} for part in parts] or None
+            row["segments"] = row["segments"] and cut_segments(row["segments"])
         rows = self._shown(stored)
         _, described = self.describe("")
         run = {"run": described, "runs": [{"run": ".", **self.line()}], "evaluations": self.evaluations()}

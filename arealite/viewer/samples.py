@@ -18,7 +18,8 @@ MAX_SAMPLES = 300
 MAX_PAIRS_OF_A_KIND = 15
 MAX_CHARACTERS = 6000
 NO_TEXT = [{"given": "(no text was stored)"}]
-Answer = tuple[str, float, dict[str, str]]  # its name, reward and texts
+Segments = list[dict[str, str]]
+Answer = tuple[str, float, Segments]  # its name, reward and texts
 
 
 def spread_steps(folder: Path) -> dict[str, int]:
@@ -56,8 +57,8 @@ def before_after(folder: Path, *, is_binary: bool = True) -> dict[str, Any] | No
         change = CHANGES[old, new] if is_binary else DIFFERENCES[(new > old) - (new < old)]
         counts[change] += 1
         if counts[change] <= MAX_PAIRS_OF_A_KIND:
-            texts = {"before": before[index]["completion"], "after": after[index]["completion"]}
-            pairs.append({"prompt": before[index]["prompt"], **texts, "rewards": [old, new], "change": change})
+            pair = _beside(before[index]["segments"], after[index]["segments"])
+            pairs.append({**pair, "rewards": [old, new], "change": change})
     found = {"first": first, "last": last, "counts": counts, "num_pairs": sum(counts.values()), "pairs": pairs}
     return found | {"is_binary": is_binary}
 
@@ -71,7 +72,7 @@ def examples(folder: Path, *, is_binary: bool = True) -> dict[str, Any] | None:
         return None
     for prompt_id, group in itertools.groupby(read_rows(folder / "sampled"), key=lambda line: line["prompt_id"]):
         last_rows = {line["sample"]: line for line in group}  # an answer is at the end of a run
-        answers = [(f"Sample {n + 1}", _reward(line), _texts(line)) for n, line in last_rows.items()]
+        answers = [(f"Sample {n + 1}", _reward(line), _segments(line)) for n, line in last_rows.items()]
         rewards = {reward for _, reward, _ in answers}
         is_binary &= rewards <= {0.0, 1.0}
         kind = "sometimes" if len(rewards) > 1 else "always" if rewards == {1.0} else "unsolved"
@@ -80,14 +81,13 @@ def examples(folder: Path, *, is_binary: bool = True) -> dict[str, Any] | None:
             found[_place(prompt_id)] = kind, answers
     for line in read_rows(folder / "greedy"):
         if (place := _place(line["prompt_id"])) in found:
-            found[place][1].insert(0, ("Greedy", _reward(line), _texts(line)))
+            found[place][1].insert(0, ("Greedy", _reward(line), _segments(line)))
     pairs = []
     for _, (kind, (first, *others)) in sorted(found.items(), key=lambda item: item[0]):
         if others:
             other = next((one for one in others if one[1] != first[1]), others[0])
-            texts = {"prompt": first[2]["prompt"], "before": first[2]["completion"], "after": other[2]["completion"]}
             both = {"titles": [first[0], other[0]], "rewards": [first[1], other[1]]}
-            pairs.append({**texts, **both, "change": kind})
+            pairs.append({**_beside(first[2], other[2]), **both, "change": kind})
     shown = {"heading": "Examples", "num_pairs": sum(counts.values()), "pairs": pairs, "is_binary": is_binary}
     return shown | {"counts": counts if is_binary else {}}
 
@@ -95,7 +95,7 @@ def examples(folder: Path, *, is_binary: bool = True) -> dict[str, Any] | None:
 def _first_answers(path: Path) -> dict[tuple[float, str], dict[str, Any]]:
     """Return the last row of the first sample of each prompt by its place in the data set."""
     lines = {_place(line["prompt_id"]): line for line in read_rows(path) if line["sample"] == 0}
-    return {place: {"reward": _reward(line), **_texts(line)} for place, line in lines.items()}
+    return {place: {"reward": _reward(line), "segments": _segments(line)} for place, line in lines.items()}
 
 
 def _place(prompt_id: str) -> tuple[float, str]:
@@ -108,10 +108,25 @@ def _reward(line: dict[str, Any]) -> float:
     return math.nan if line["reward"] is None else float(line["reward"])
 
 
-def _texts(line: dict[str, Any]) -> dict[str, str]:
-    """Return what was given first, and all that followed."""
-    first, *others = [text for part in line["segments"] or NO_TEXT for text in part.values()] or [""]
-    return {"prompt": cut(first, MAX_CHARACTERS), "completion": cut("".join(others), MAX_CHARACTERS)}
+def _segments(line: dict[str, Any]) -> Segments:
+    return cut_segments(line["segments"] or NO_TEXT)
+
+
+def _beside(before: Segments, after: Segments) -> dict[str, Any]:
+    """Return what was given first, and what followed in each, in turn: not all of it was sampled."""
+    (prompt, answered), (_, other) = _split(before), _split(after)
+    return {"prompt": prompt, "before": answered, "after": other}
+
+
+def _split(segments: Segments) -> tuple[str, Segments]:
+    first, *others = segments or [{}]
+    return ("", segments) if "sampled" in first else (first.get("given", ""), others)
+
+
+def cut_segments(parts: Segments) -> Segments:
+    """Return texts that were given and sampled in turn, together as long as a page can hold: many turns as few."""
+    limit = 2 * MAX_CHARACTERS // max(2, len(parts))
+    return [{kind: cut(text, limit) for kind, text in part.items()} for part in parts]
 
 
 def cut(text: str, limit: int) -> str:

@@ -97,7 +97,7 @@ def test_the_page_is_whole_and_needs_nothing_else(tmp_path: Path) -> None:
 
 def test_texts_stay_texts(tmp_path: Path) -> None:
     page, data = parse(write_report(make_run(tmp_path)))
-    assert data["evaluations"]["pairs"][0]["after"] == NASTY
+    assert data["evaluations"]["pairs"][0]["after"] == [{"sampled": NASTY}]
     assert NASTY in data["run"]["config"]
     assert "img" not in {tag for tag, _ in page.tags}
 
@@ -155,6 +155,21 @@ def test_a_reward_of_training_that_is_not_0_or_1_makes_no_held_out_answer_right_
 def test_the_interval_of_an_accuracy_is_shown(tmp_path: Path) -> None:
     notes = [note for _, _, note in parse(write_report(make_run(tmp_path)))[1]["run"]["cards"]]
     assert "+50.0 points; 95 % interval 70.0% to 80.0%" in notes
+
+
+TURNS = [{"given": "6 * 7?"}, {"sampled": "41"}, {"given": "That is wrong."}, {"sampled": "42"}]
+
+
+def test_what_was_given_between_turns_is_told_from_what_was_sampled(tmp_path: Path) -> None:
+    for step, turns in ((0, TURNS), (4, [TURNS[0], {"sampled": "42" * 5000}])):
+        write_rows(tmp_path / f"rollouts/eval_step_{step}", [sample(0, step=step, reward=0) | {"segments": turns}])
+    (pair,) = (before_after(tmp_path / "rollouts") or {})["pairs"]
+    assert (pair["prompt"], pair["before"]) == ("6 * 7?", TURNS[1:])
+    assert pair["after"] == [{"sampled": "42" * 3000 + "\n... 4000 more characters"}]
+    both = [sample(1, step=0, reward=n, sample=n) | {"segments": turns} for n, turns in enumerate((TURNS[1:], TURNS))]
+    write_rows(tmp_path / "rollouts/sampled", both)
+    (pair,) = (examples(tmp_path / "rollouts") or {})["pairs"]
+    assert (pair["prompt"], pair["before"], pair["after"]) == ("", TURNS[1:], TURNS[1:]), "nothing was given first"
 
 
 def test_each_kind_of_pair_can_be_read(tmp_path: Path) -> None:

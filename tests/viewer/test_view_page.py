@@ -175,6 +175,21 @@ def test_two_runs_on_the_same_prompt(tmp_path: Path, viewing: Viewing, new_page:
     assert page.locator(".sides .turn.sampled pre").all_inner_texts() == ["of t0", "of t1"]
 
 
+def test_what_an_environment_says_does_not_look_sampled(tmp_path: Path, viewing: Viewing, new_page: NewPage) -> None:
+    write_metrics(tmp_path, [0])
+    turns = [{"given": "6 * 7?"}, {"sampled": "41"}, {"given": "That is wrong."}, {"sampled": "42"}]
+    for step in (0, 1):
+        write_rows(tmp_path / f"rollouts/eval_step_{step}", [row("0-1", step=step, reward=step) | {"segments": turns}])
+    page = opened(new_page(viewport={"width": 1000, "height": 900}), viewing(tmp_path), "charts")
+    page.wait_for_selector(".answers .turn")
+    assert page.inner_text(".pair .question") == "6 * 7?"
+    assert page.locator(".answers .turn.given pre").all_inner_texts() == ["That is wrong."] * 2
+    assert page.locator(".answers .turn.sampled pre").all_inner_texts() == ["41", "42"] * 2
+    edges = [page.locator(f".answers .turn.{kind}").first.evaluate("node => getComputedStyle(node).borderLeftColor")
+             for kind in ("given", "sampled")]  # fmt: skip
+    assert edges[0] != edges[1]
+
+
 def test_what_the_update_made_of_a_token_and_the_branches_of_an_agent(
     tmp_path: Path, viewing: Viewing, new_page: NewPage
 ) -> None:
@@ -205,6 +220,8 @@ def test_what_the_update_made_of_a_token_and_the_branches_of_an_agent(
         "3.1 8 tokens after 7 of 3.0 Sure?yes",
         "3.2 4 tokens after 4 of 3.0 9?11",
     ]
+    own = {kind: page.locator(f".branches .snippet .{kind}").all_inner_texts() for kind in ("given", "sampled")}
+    assert own == {"given": ["2 + 2?", "Sure?", "9?"], "sampled": ["4", "yes", "11"]}
     page.click("#row .modes >> text=Tokens")
     colours = page.locator("#row .legend select option").all_text_contents()
     assert colours == [

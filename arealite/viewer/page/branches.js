@@ -16,8 +16,16 @@ function treeOf(lists) {
   }, { parent: null, shared: 0 }));
 }
 
-// The first words of what a row has beyond its first `shared` tokens, where the tokenizer is known.
-const ownWords = ({ texts }, shared) => (texts ?? []).slice(shared, shared + 80).join("").trim().slice(0, 120);
+// The first words of what a row has beyond its first `shared` tokens, where the tokenizer is known: given ones in grey.
+function ownWords({ texts, tokens }, shared) {
+  const parts = [];
+  for (let i = shared; texts && i < Math.min(texts.length, shared + 80); i++) {
+    const kind = tokens.loss_mask[i] ? "sampled" : "given";
+    if (parts.at(-1)?.[0] !== kind) parts.push([kind, ""]);
+    parts.at(-1)[1] += texts[i];
+  }
+  return element("span", "snippet", undefined, parts.map(([kind, text]) => element("span", kind, text)));
+}
 
 // `numbers` are the rows of the sample, `n` the one that is open; `fetchRow` reads one and `open` shows it.
 async function branchNodes(rows, numbers, n, fetchRow, open) {
@@ -37,7 +45,7 @@ async function branchNodes(rows, numbers, n, fetchRow, open) {
     button.addEventListener("click", () => open(numbers[i]));
     const own = row.tokens.input_ids.length - shared;
     const told = parent === null ? `${own} tokens` : `${own} tokens after ${shared} of ${rows.place(numbers[parent])}`;
-    return element("li", "", undefined, [button, element("span", "", ` ${told} `), element("span", "snippet", ownWords(row, shared))]);
+    return element("li", "", undefined, [button, element("span", "", ` ${told} `), ownWords(row, shared)]);
   });
   items.forEach((item, i) => listOf(tree[i].parent).append(item));
   items.forEach((item, i) => { if (lists.has(i)) item.append(lists.get(i)); });

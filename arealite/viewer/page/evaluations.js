@@ -8,12 +8,12 @@ const CHANGES = {
   better: "Higher reward", equal: "Equal reward", worse: "Lower reward",
 };
 
-function answer(when, text, reward, other) {
+function answer(when, segments, reward, other) {
   const isBinary = beforeAfter.is_binary;
   const difference = isBinary ? reward - 0.5 : reward === null || other === null ? 0 : reward - other;
   const verdict = element("b", "", isBinary ? (reward ? "correct" : "wrong") : `reward ${reward === null ? "unknown" : number(reward)}`);
   const title = element("h4", "", `${when}: `, [verdict]);
-  return element("div", `answer ${["lower", "", "higher"][Math.sign(difference) + 1]}`, undefined, [title, element("pre", "", text)]);
+  return element("div", `answer ${["lower", "", "higher"][Math.sign(difference) + 1]}`, undefined, [title, conversation(segments)]);
 }
 
 const PAIRS_AT_ONCE = 5;
