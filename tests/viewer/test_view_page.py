@@ -328,15 +328,30 @@ def test_without_the_token_the_page_says_what_to_do(tmp_path: Path, viewing: Vie
 
 @pytest.mark.parametrize("width", [400, 700, 1000, 1600])
 def test_nothing_is_wider_than_the_window(tmp_path: Path, viewing: Viewing, new_page: NewPage, width: int) -> None:
-    address = viewing(write_run(tmp_path / "t0"))
-    page = opened(new_page(viewport={"width": width, "height": 800}), address)
+    for name in ("t0", "t1"):
+        write_run(tmp_path / name)
+    address = viewing(tmp_path).replace("#", "#run=t0&beside=t1&")
+    page = opened(new_page(viewport={"width": width, "height": 800}), address, "charts")
+
+    def is_within(width: int) -> bool:
+        return bool(page.evaluate("document.documentElement.scrollWidth") <= width)
+
+    page.wait_for_selector(".plot .main-svg")
+    page.click("#tab-rows")
     counted(page, "12 of 12")
     page.focus("#rows .scroll")
     page.keyboard.press("ArrowDown")
-    page.wait_for_selector("#row h2")
-    for tab in ("rows", "charts"):
+    page.wait_for_selector(".compare")
+    page.select_option(".compare select", index=1)
+    page.wait_for_selector(".sides .turn")
+    for tab in ("rows", "charts", "runs"):
         page.click(f"#tab-{tab}")
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert is_within(width)
+    page.set_viewport_size({"width": (narrow := width * 3 // 4), "height": 800})  # while the charts are hidden
+    page.click("#tab-charts")
+    assert is_within(narrow)
+    plots, svgs = (page.locator(f"#charts {name}").first.bounding_box() for name in (".plot", ".plot .main-svg"))
+    assert plots is not None and svgs is not None and abs(plots["width"] - svgs["width"]) < 2
 
 
 def test_a_saved_page_needs_no_server(tmp_path: Path, viewing: Viewing, new_page: NewPage) -> None:

@@ -172,7 +172,11 @@ function showTab(tab) {
   }
   $("#open-run").textContent = state.run && state.run !== "." && tab === "rows" ? state.run : "";
   writeAddress();
-  if (tab === "charts") { state.shownCharts = null; attempt("charts", refreshCharts); }
+  if (tab === "charts") {
+    for (const plot of document.querySelectorAll(".js-plotly-plot")) Plotly.Plots.resize(plot); // none does while it is hidden
+    state.shownCharts = null;
+    attempt("charts", refreshCharts);
+  }
   if (tab === "rows") list.show();
 }
 
