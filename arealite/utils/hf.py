@@ -9,13 +9,13 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import (
     AutoConfig,
-    AutoImageProcessor,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedModel,
 )
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from arealite.utils.images import image_processor_of, sees_images
 
