@@ -146,10 +146,10 @@ def stale_logprobs(
     """Score the output by `new` on a cache that `old` filled up to the last token it had processed."""
     tokens, num_cached = [*prompt, *output], len(prompt) + num_old - 1
     with torch.inference_mode():
-        cache = DynamicCache()
-        old(torch.tensor([tokens[:num_cached]]), past_key_values=cache, use_cache=True)
+        cache = DynamicCache()  # the argument that transformers renamed in 5.24
+        old(torch.tensor([tokens[:num_cached]]), None, None, cache, use_cache=True)
         rest = torch.tensor([tokens[num_cached:-1]])
-        logits = new(rest, past_key_values=cache, use_cache=True).logits[0]
+        logits = new(rest, None, None, cache, use_cache=True).logits[0]
     return logits.log_softmax(-1)[torch.arange(len(output) - num_old), output[num_old:]]
 
 
