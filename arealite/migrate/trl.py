@@ -34,6 +34,7 @@ def _common(block: str, learning_rate: float, batch: Any) -> dict[str, Rule]:
         "overwrite_output_dir": unless(False, "a run never overwrites another one unasked"),
         "dataset_name": Rule("train_dataset.path", None, rules.or_missing),
         "dataset_config": Rule("train_dataset.config_name", None),
+        "dataset_configs": Rule("train_dataset.config_name", make=values.only_config),
         "dataset_train_split": Rule("train_dataset.split"),
         "dataset_test_split": part_of("valid_dataset.split", "test"),
         "per_device_train_batch_size": Rule(f"train_dataset.batch_size, {block}.mb_spec.n_mbs", 8, batch),
@@ -152,7 +153,7 @@ SFT: dict[str, Rule] = {
 """Keys of SFTConfig."""
 IGNORED = patterns(
     {
-        "data sets are read whole into memory": "dataloader_*",
+        "data sets are read whole into memory": "dataloader_* dataset_num_proc",
         "metrics.jsonl has every step": "logging_* log_*",
         "models are not uploaded": "hub_*",
         "the trainer is PyTorch's FSDP2": "ddp_* deepspeed",
@@ -164,6 +165,7 @@ IGNORED = patterns(
         "the script decides": "do_*",
         "an evaluation takes every row once": "per_device_eval_batch_size",
         "models are not quantized": "bnb_*",
+        "kernels are PyTorch's": "use_liger",
     }
 )
 """Patterns of keys that change no number of the run, by why they are gone."""

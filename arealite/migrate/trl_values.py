@@ -148,6 +148,13 @@ def evaluate(value: Any, old: Old) -> Any:
     return new | {"evaluator.freq_steps": Because(batches(steps, old), f"eval_steps: {steps}")}
 
 
+def only_config(value: Any, _old: Old) -> Any:
+    """Take the one configuration of a list."""
+    if isinstance(value, list) and len(value) > 1:
+        raise MustDecide("one configuration is read: further ones are sources of train_dataset.mixed_with")
+    return value[0] if isinstance(value, list) and value else NOTHING
+
+
 def epochs(value: Any, old: Old) -> Any:
     """Make whole epochs."""
     if old["max_steps"] is not None and old["max_steps"] > 0:

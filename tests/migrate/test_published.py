@@ -1,7 +1,8 @@
-"""Configs with keys and values that verl and prime-rl publish among their examples: nothing of them is lost silently.
+"""Configs with keys and values that others publish among their examples: nothing of them is lost silently.
 
-The files are ours; keys and values are those of verl's `run_*.sh` for GRPO (also with LoRA), PPO, CISPO and DAPO, and
-of prime-rl's examples for rl and sft, of 2025 and of October 2026.
+The files are ours; keys and values are those of verl's `run_*.sh` for GRPO (also with LoRA), PPO, CISPO and DAPO, of
+prime-rl's examples for rl and sft, of 2025 and of October 2026, of AReaL's `gsm8k_grpo.yaml` of v0.3 and of 2026, and
+of recipes for TRL's GRPO and SFT (open-r1).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import yaml
 
 from arealite.api.cli_args import GRPOConfig, PPOConfig, SFTConfig, load_expr_config
 from arealite.cli.main import main
-from arealite.migrate import prime_rl, verl
+from arealite.migrate import prime_rl, trl, verl
 from arealite.migrate.migrate import _read, _resolved
 from arealite.migrate.rules import Old
 
@@ -356,6 +357,160 @@ limit = 32
 name = "reverse-text"
 [inference]
 """
+AREAL_BLOCK = "{experiment_name: '${experiment_name}', trial_name: '${trial_name}', fileroot: '${cluster.fileroot}'"
+AREAL = """\
+experiment_name: sums
+trial_name: trial0
+ALLOCATION
+cluster: {n_nodes: 1, n_gpus_per_node: 8, fileroot: /tmp/runs, name_resolve: {type: nfs, nfs_record_root: /tmp/names}}
+seed: 1
+total_train_epochs: 10
+tokenizer_path: ${actor.path}
+rollout:
+  experiment_name: ${experiment_name}
+  trial_name: ${trial_name}
+  max_concurrent_rollouts: 256
+  queue_size: null
+  consumer_batch_size: ${train_dataset.batch_size}
+  max_head_offpolicyness: 2
+  enable_rollout_tracing: false
+  OF_ROLLOUT
+gconfig: {n_samples: 4, min_new_tokens: 0, max_new_tokens: 1024, greedy: false, temperature: 1.0}
+actor:
+  experiment_name: ${experiment_name}
+  trial_name: ${trial_name}
+  path: Qwen/Qwen2-1.5B-Instruct
+  init_from_scratch: false
+  disable_dropout: true
+  gradient_checkpointing: false
+  dtype: bfloat16
+  mb_spec: {max_tokens_per_mb: 10240}
+  optimizer:
+    type: adam
+    lr: 1.70e-5
+    weight_decay: 0.017
+    beta1: 0.9
+    beta2: 0.999
+    eps: 1e-8
+    lr_scheduler_type: constant
+    gradient_clipping: 1.0
+    warmup_steps_proportion: 0.001
+  eps_clip: 0.4
+  reward_scaling: 10.0
+  reward_bias: -0.5
+  kl_ctl: 0.0
+  ppo_n_minibatches: 1
+  recompute_logprob: true
+  use_decoupled_loss: true
+  behav_imp_weight_cap: 5.0
+  OF_ACTOR
+ref: {path: "${actor.path}", init_from_scratch: false, dtype: "${actor.dtype}", optimizer: null, OF_REF}
+sglang:
+  model_path: ${actor.path}
+  random_seed: ${seed}
+  skip_tokenizer_init: true
+  dtype: ${actor.dtype}
+  max_running_requests: null
+  context_length: 32768
+  mem_fraction_static: 0.8
+train_dataset: {path: openai/gsm8k, type: rl, batch_size: 256, shuffle: true, pin_memory: true, num_workers: 4}
+valid_dataset: {path: openai/gsm8k, type: rl, batch_size: 256, pin_memory: true, num_workers: 4}
+saver: BLOCK, freq_epochs: 1, freq_steps: null, freq_secs: null}
+evaluator: BLOCK, freq_epochs: 1, freq_steps: null, freq_secs: null}
+stats_logger: BLOCK, wandb: {mode: disabled}}
+"""
+AREAL_V03 = (
+    AREAL.replace("ALLOCATION", "allocation_mode: sglang.d4p1t1+d4p1t1\nasync_training: true\nserver_only: false")
+    .replace("OF_ROLLOUT", "schedule_policy: round_robin")
+    .replace("OF_ACTOR", "group_size: ${gconfig.n_samples}\n  group_adv_norm: false\n  backend: fsdp")
+    .replace("OF_REF", "backend: fsdp")
+    .replace("BLOCK", AREAL_BLOCK)
+    + "checkpointer: {freq_epochs: 1, freq_secs: 3600}\n"
+)
+AREAL_2026 = (
+    AREAL.replace("ALLOCATION", "allocation_mode: sglang:d4p1t1+d4p1t1\nenable_offload: false\nscheduler: {type: null}")
+    .replace("OF_ROLLOUT", "scheduling_spec: ${actor.scheduling_spec}\n  dump_to_file: true")
+    .replace(
+        "OF_ACTOR",
+        "reward_norm: {mean_level: group, std_level: group, group_size: '${gconfig.n_samples}'}\n"
+        "  adv_norm: {mean_level: batch, std_level: batch}\n"
+        "  weight_update_mode: xccl\n"
+        "  scheduling_spec: [{task_type: worker, gpu: 1, cmd: python3 -m areal.scheduler.rpc.rpc_server}]",
+    )
+    .replace("OF_REF", "scheduling_strategy: {type: colocation, target: actor}")
+    .replace("BLOCK", AREAL_BLOCK)
+    + f"recover: {AREAL_BLOCK}, mode: disabled, freq_epochs: 1, freq_secs: 3600}}\n"
+    + f"perf_tracer: {AREAL_BLOCK}, enabled: false}}\n"
+)
+TRL = """\
+model_name_or_path: Qwen/Qwen2.5-1.5B-Instruct
+model_revision: main
+torch_dtype: bfloat16
+attn_implementation: flash_attention_2
+bf16: true
+gradient_checkpointing: true
+gradient_checkpointing_kwargs: {use_reentrant: false}
+hub_model_id: org/model
+hub_strategy: every_save
+log_level: info
+logging_steps: 1
+logging_strategy: steps
+max_steps: -1
+num_train_epochs: 1
+output_dir: data/run
+overwrite_output_dir: true
+push_to_hub: true
+report_to: [wandb]
+save_total_limit: 1
+seed: 42
+"""
+TRL_GRPO = f"""\
+{TRL}
+dataset_name: AI-MO/NuminaMath-TIR
+dataset_configs: [all]
+num_processes: 7
+use_vllm: true
+vllm_device: auto
+vllm_gpu_memory_utilization: 0.7
+do_eval: true
+eval_strategy: steps
+eval_steps: 100
+gradient_accumulation_steps: 16
+learning_rate: 2.0e-05
+log_completions: true
+logging_first_step: true
+lr_scheduler_type: cosine
+max_prompt_length: 512
+max_completion_length: 1024
+num_generations: 7
+per_device_eval_batch_size: 32
+per_device_train_batch_size: 16
+save_strategy: epoch
+warmup_ratio: 0.1
+"""
+TRL_SFT = f"""\
+{TRL}
+dataset_name: open-r1/codeforces-cots
+dataset_config: solutions_decontaminated
+dataset_num_proc: 48
+do_eval: false
+eval_strategy: "no"
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-05
+lr_scheduler_type: cosine_with_min_lr
+lr_scheduler_kwargs: {{min_lr_rate: 0.1}}
+packing: false
+max_grad_norm: 0.2
+max_length: 32768
+per_device_eval_batch_size: 1
+per_device_train_batch_size: 2
+save_strategy: steps
+save_steps: 0.2
+use_liger: true
+warmup_ratio: 0.03
+"""
+OF_AREAL = {"areal, v0.3": (".yaml", AREAL_V03), "areal, 2026": (".yaml", AREAL_2026)}
+"""These are converted by the loader's own table of old keys."""
 FILES: dict[str, tuple[str, str]] = {
     "verl, GRPO": (".sh", GRPO),
     "verl, CISPO": (".sh", CISPO),
@@ -367,12 +522,14 @@ FILES: dict[str, tuple[str, str]] = {
     "prime-rl, older": (".toml", PRIME_OLDER),
     "prime-rl, nodes": (".toml", PRIME_NODES),
     "prime-rl, sft": (".toml", PRIME_SFT),
+    "trl, GRPO": (".yaml", TRL_GRPO),
+    "trl, SFT": (".yaml", TRL_SFT),
 }
 
 
 def migrated(folder: Path, name: str, cls: type[Any], *filled: str) -> tuple[Any, str]:
     """Rewrite a file; return the config that its result loads as, with what is left to fill in, and its text."""
-    suffix, text = FILES[name]
+    suffix, text = (FILES | OF_AREAL)[name]
     old, new = folder / f"old{suffix}", folder / "new.yaml"
     old.write_text(text)
     assert main(["migrate", str(old), "--out", str(new)]) == (1 if filled else 0)
@@ -402,6 +559,8 @@ def test_every_key_is_converted_or_named(name: str, tmp_path: Path) -> None:
         "verl": (verl.RULES, verl.IGNORED, verl.ALIASES),
         "prime-rl": (prime_rl.RL, prime_rl.IGNORED, prime_rl.ALIASES),
         "prime-rl, sft": (prime_rl.SFT, prime_rl.IGNORED, prime_rl.ALIASES),
+        "trl, GRPO": (trl.GRPO, trl.IGNORED, None),
+        "trl, SFT": (trl.SFT, trl.IGNORED, None),
     }
     rules, ignored, aliases = tables.get(name) or tables[name.partition(",")[0]]
     keys = Old(_resolved(_read(old)[0]), rules, framework="", devices=1, stem="", aliases=aliases)
@@ -496,6 +655,41 @@ def test_sft_of_prime_rl(tmp_path: Path) -> None:
     assert (config.allocation_mode, config.cluster.n_nodes, config.cluster.n_gpus_per_node) == ("d32", 4, 8)
     assert (config.experiment_name, config.model.optimizer.lr) == ("dataset-sft", 2e-5)
     assert "# env_vars.* (env_vars.TRITON_CACHE_DIR) -- launcher.trainer_env_vars" in text
+
+
+@pytest.mark.parametrize("name", OF_AREAL)
+def test_grpo_of_areal(name: str, tmp_path: Path) -> None:
+    config, text = migrated(tmp_path, name, GRPOConfig)
+    correction = config.actor.correction
+    assert (config.allocation_mode, config.train_dataset.path) == ("sglang.d4p1t1+d4p1t1", "openai/gsm8k")
+    assert (config.actor.proximal, correction.upper, config.actor.adv_norm) == ("recompute", 5.0, True)
+    assert config.actor.baseline == ("none" if name == "areal, v0.3" else "group_mean")
+    told = " ".join(text.replace("#", "").split())
+    for key in ("pin_memory", "num_workers", "enable_rollout_tracing", "name_resolve"):
+        assert f"{key}: " in told, key
+
+
+def test_grpo_of_trl(tmp_path: Path) -> None:
+    config, _ = migrated(tmp_path, "trl, GRPO", GRPOConfig, "reward=a:b")
+    data = config.train_dataset
+    assert (data.path, data.config_name, data.batch_size) == ("AI-MO/NuminaMath-TIR", "all", 16 * 7 * 16 // 7)
+    assert (config.gconfig.n_samples, config.gconfig.max_new_tokens, data.max_length) == (7, 1024, 512)
+    assert (config.evaluator.freq_steps, config.saver.freq_epochs, config.valid_dataset.split) == (100, 1, "test")
+
+
+def test_fine_tuning_of_trl(tmp_path: Path) -> None:
+    config, text = migrated(tmp_path, "trl, SFT", SFTConfig)
+    optimizer = config.model.optimizer
+    assert (optimizer.lr_scheduler_type, optimizer.min_lr_ratio, optimizer.gradient_clipping) == ("cosine", 0.1, 0.2)
+    assert (config.train_dataset.batch_size, config.train_dataset.max_length) == (2 * 8, 32768)
+    assert "# save_steps: 0.2 -- " in text and "# use_liger -- kernels are PyTorch's" in text
+
+
+def test_several_configurations_of_trl_are_left_to_decide(tmp_path: Path) -> None:
+    (tmp_path / "old.yaml").write_text(TRL_GRPO.replace("[all]", "[easy, hard]"))
+    assert main(["migrate", str(tmp_path / "old.yaml"), "--out", str(tmp_path / "new.yaml")]) == 1
+    told = " ".join((tmp_path / "new.yaml").read_text().replace("#", "").split())
+    assert 'dataset_configs must have a counterpart here: got ["easy", "hard"], but one configuration is read' in told
 
 
 @pytest.mark.parametrize("algorithm", ['type = "opd"', 'type = "grpo"\nloss_aggregation = "prompt"', 'id = "mine"'])
