@@ -130,8 +130,8 @@ def _curve(route: list[Node], centres: Centres, width: float) -> str:
 
 def _box(call: ModelFunctionCall, state: CallState, x: float, y: float, width: float) -> str:
     left, top = x - width / 2, y - BOX_HEIGHT / 2
-    lines = [("name", call.name), ("kind", f"{call.role} · {call.interface}")]
-    lines.append(("state", f"{SIGNS[state.status]} {_words(state)}"))
+    what, told = f"{call.role} · {call.interface}", f"{SIGNS[state.status]} {_words(state)}"
+    lines = [("name", call.name), ("kind", what), ("state", told)]
     texts = "".join(
         f'<text class="{kind}" x="{left + 14:g}" y="{y + 19 * (row - len(lines) / 2) + 14:g}">{escape(text)}</text>'
         for row, (kind, text) in enumerate(lines)

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -85,8 +86,9 @@ def test_numbers_of_an_update_are_stored_beside_the_batch_that_it_was_of(run: Pa
             assert {a for a, is_trained in zip(update["advantages"], sample["loss_mask"]) if not is_trained} == {0.0}
 
 
-def test_no_prompt_is_lost_or_repeated(run: Path) -> None:
+def test_no_prompt_is_lost_or_repeated(run: Path, measured: Callable[..., None]) -> None:
     audit = json.loads(completed(arealite("ledger", str(run), "--json")))
+    measured(lost=audit["lost"], repeated=audit["repeated"])
     assert audit["adds_up"] and audit["lost"] == 0 and audit["repeated"] == 0
 
 
@@ -100,7 +102,7 @@ def test_the_reference_works_on_the_next_batch_while_the_policy_trains(run: Path
     assert overlap(both) >= 1.0 and all(row["core/overlap"] >= 1.0 for row in metrics(run))
 
 
-def test_page_metrics_and_log_agree_on_the_calls_of_a_step(run: Path) -> None:
+def test_page_metrics_and_log_agree_on_the_calls_of_a_step(run: Path, measured: Callable[..., None]) -> None:
     """Also where the one of the reference ran while the policy still trained on the batch before."""
     calls = [one for one in read_calls(run / "calls.jsonl") if "." not in one.call]
     for step, row in enumerate(metrics(run)):
@@ -112,6 +114,7 @@ def test_page_metrics_and_log_agree_on_the_calls_of_a_step(run: Path) -> None:
     page = (run / "graph.html").read_text()
     cards = {name: (value, note) for name, value, note in CARD.findall(page)}
     assert cards["Overlap"][0] == f"{overlap(of_step):.2f}"
+    measured(overlap_of_a_step=round(overlap(of_step), 3))
     assert cards["Last step"][1] == f"{len(of_step)} calls of step {STEPS - 1}" == f"6 calls of step {STEPS - 1}"
     assert f"Timeline of step {STEPS - 1}<" in page
 
