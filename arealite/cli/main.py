@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from arealite.api.errors import AReaLiteError, ConfigError, require_linux
-from arealite.api.script import show_refusal
+from arealite.api.script import show_refusal, until_reader_leaves
 from arealite.cli.parser import make_parser
 from arealite.cli.trainers import examples_folder
 from arealite.utils.files import FileError
@@ -17,7 +17,11 @@ from arealite.utils.files import FileError
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    words = sys.argv[1:] if argv is None else argv
+    with until_reader_leaves():
+        return _run(sys.argv[1:] if argv is None else argv)
+
+
+def _run(words: list[str]) -> int:
     if words and ("=" in words[0] or words[0] in ("--config", "--dry-run", "--model", "--data", "--reward", "--sft")):
         words = ["train", *words]
     parser = make_parser()

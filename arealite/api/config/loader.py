@@ -29,7 +29,7 @@ from arealite.api.config.placements import spelled_out
 from arealite.api.config.schema import MISSING, ConfigKey, config_help, config_keys
 from arealite.api.config.words import guess, hint
 from arealite.api.errors import ConfigError
-from arealite.api.script import refuse_import, show_errors_briefly
+from arealite.api.script import refuse_import, show_errors_briefly, until_reader_leaves
 
 logger = logging.getLogger("arealite.config")
 
@@ -148,7 +148,8 @@ def _split_arguments(argv: Sequence[str], config_cls: type) -> tuple[str, list[s
         elif option in ("--help", "-h"):
             usage = f"usage: {Path(sys.argv[0]).name} --config FILE [key=value ...], or --help WORD for keys with it"
             words = itertools.takewhile(lambda word: word[0] != "-" and "=" not in word, filter(None, rest))
-            print(f"{usage}\n\n{config_help(config_cls, [*words])}")
+            with until_reader_leaves():
+                print(f"{usage}\n\n{config_help(config_cls, [*words])}")
             sys.exit(0)
         elif equals and not option.startswith("-"):
             overrides.append(argument)
