@@ -28,6 +28,7 @@ logger = logging.getLogger("arealite.rollout")
 BEAT_S = 0.05
 _KEPT_LAGS = 4096
 SHOWN = 8  # oldest episodes
+_OURS_S = 5.0  # from which a call without a line of the user's is worth a warning: below, the machine is busy
 
 
 class LoopWatch:
@@ -49,7 +50,7 @@ class LoopWatch:
         self._loop_thread = threading.get_ident()
         self._due = time.monotonic()
         self._lags: deque[float] = deque(maxlen=_KEPT_LAGS)
-        self._reported: set[SourceLine] = set()
+        self._reported: set[tuple[SourceLine, int]] = set()
         self._passing: SourceLine | None = None
         self._ended = threading.Event()
         self._beat()
@@ -98,12 +99,14 @@ class LoopWatch:
         line, self._passing = users_line(lines), lines[0]
         if line is None and self._passing != passed:  # asyncio itself, between two calls that block
             return None
-        line = line or lines[0]
-        self.blocking = line
-        if line not in self._reported:
-            self._reported.add(line)
-            advice = "no other episode runs meanwhile. Await it, or call it through asyncio.to_thread."
-            logger.warning("%s blocks the %s for %.1f s already: %s", line, self._what, overdue_s, advice)
+        is_users = line is not None
+        self.blocking = line = line or next((one for one in lines if one.room), lines[0])
+        level = logging.WARNING if is_users or overdue_s >= _OURS_S else logging.DEBUG
+        if (line, level) not in self._reported:
+            self._reported.add((line, level))
+            advice = " Await it, or call it through asyncio.to_thread." if is_users else ""
+            told = "%s blocks the %s for %.1f s already: no other episode runs meanwhile.%s"
+            logger.log(level, told, line, self._what, overdue_s, advice)
         return line
 
 

@@ -80,6 +80,21 @@ def test_a_blocking_call_is_reported_once_per_line_while_it_blocks(loop, caplog)
     wait_for(lambda: loop.watch.blocking is None)
 
 
+def test_a_call_without_a_line_of_the_users_is_ours_and_a_warning_only_after_seconds(loop, caplog, monkeypatch) -> None:
+    ended = threading.Event()
+    with caplog.at_level(logging.DEBUG, logger="arealite.rollout"):
+        loop.call_soon(functools.partial(ended.wait, 120))  # as a callback of ours, in threading.py
+        wait_for(lambda: bool(caplog.records))
+        assert [record.levelno for record in caplog.records] == [logging.DEBUG]
+        monkeypatch.setattr(loop_watch, "_OURS_S", 0.0)
+        wait_for(lambda: len(caplog.records) == 2)
+        ended.set()
+    assert caplog.records[1].levelno == logging.WARNING
+    for message in caplog.messages:
+        assert "/arealite/rollout/event_loop.py:" in message and "threading.py" not in message
+        assert message.endswith("no other episode runs meanwhile."), "nobody can await it"
+
+
 def test_the_lag_is_a_metric(loop) -> None:
     loop.run(asyncio.sleep(0.5))
     quiet = loop.watch.metrics()
@@ -124,7 +139,7 @@ def test_code_that_is_not_the_users_is_blamed_only_if_it_stays(loop, caplog, mon
         return [SourceLine(stdlib, looks[-1], "register")]
 
     monkeypatch.setattr(loop_watch, "lines_of_frame", look)
-    with caplog.at_level(logging.WARNING, logger="arealite.rollout"):
+    with caplog.at_level(logging.DEBUG, logger="arealite.rollout"):
         blocked = loop.submit(block_in_a_coroutine(ended, 120))
         wait_for(lambda: len(looks) >= 5 or len(caplog.records) > num_reports)
         ended.set()
