@@ -4,6 +4,7 @@ The local launcher starts the run's own script, without servers, in a scratch fo
 the step (or from the initial model); what the run sampled comes from its `rollouts/`.
 """
 
+import contextlib
 import json
 import tempfile
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import yaml
-from pydantic import FilePath, TypeAdapter
+from pydantic import DirectoryPath, FilePath, TypeAdapter
 
 from arealite.api.config.types import Name
 from arealite.api.errors import ConfigError
@@ -36,6 +37,7 @@ class _Command:
 
     entry: FilePath
     argv: list[str]
+    started_in: DirectoryPath = Path()  # relative paths of the config count from there
 
 
 @dataclass
@@ -70,7 +72,8 @@ def replay(run_folder: str, step: int) -> int:
             f"launcher.trainer_threads={threads_of(run.path, step + 1)}",
             *(word for word in command.argv if word.startswith(own_trainer.TYPE)),
         ]
-        return local.main([str(command.entry), "--config", str(config_path), *overrides])
+        with contextlib.chdir(command.started_in):
+            return local.main([str(command.entry), "--config", str(config_path), *overrides])
 
 
 def _scratch_only(scratch: str) -> Iterator[str]:

@@ -56,6 +56,25 @@ def test_a_damaged_file_is_named(
     assert capsys.readouterr().err.startswith(told)
 
 
+def test_relative_paths_count_from_where_the_run_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    started_in, run = tmp_path / "started", tmp_path / "runs/e/t"
+    (started_in / "tiny").mkdir(parents=True)
+    write_rows(run / "rollouts" / "step_0", [{"prompt_id": "0-0", "loss_mask": [1]}])
+    (run / "weights.jsonl").write_text('{"version": 1, "fingerprint": "ab", "threads": 1}\n')
+    (run / "config.yaml").write_text(
+        "{experiment_name: e, trial_name: t, allocation_mode: d1, cluster: {n_gpus_per_node: 0}, actor: {path: tiny},"
+        " train_dataset: {path: gsm8k}, rollout: {server_addrs: ['127.0.0.1:1']}}"
+    )
+    (started_in / "entry.py").write_text("import os\nprint('is there:', os.path.isdir('tiny'))\n")
+    record = {"entry": str(started_in / "entry.py"), "argv": [], "started_in": str(started_in)}
+    (run / "run.json").write_text(json.dumps(record))
+    monkeypatch.chdir(tmp_path)
+    assert main(["replay", "runs/e/t", "--step", "0"]) == 0
+    assert "is there: True" in capfd.readouterr().out and Path.cwd() == tmp_path
+
+
 def test_steps_before_and_after_a_change_of_the_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Steps 0 and 1 have one config, later ones another: a replay can't start in one and end in the other."""
     write_config(RunFolder(tmp_path), CONFIG, start_step=0)

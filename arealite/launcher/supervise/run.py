@@ -159,7 +159,7 @@ def _prepare_folder(run: Run, *, is_restart: bool) -> str:
     if not is_restart:
         shutil.rmtree(folder.logs / "trace", ignore_errors=True)
     argv = [re.sub(r"(_env_vars=).*", r"\1***", word, flags=re.DOTALL) for word in run.argv]
-    record = {"entry": str(run.entry), "argv": argv}
+    record = {"entry": str(run.entry), "argv": argv, "started_in": os.getcwd()}
     write_atomically(folder.command, json.dumps(record) + "\n", mode=0o600)  # `arealite replay` reads it
     return ensure_secret(folder.path)
 
