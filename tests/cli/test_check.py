@@ -94,6 +94,7 @@ def test_a_run_that_works(check, tiny) -> None:
         "ok template append-only ok template turns of agents: answer, user: ok;",
         "train_dataset: the first 16 prompts have",
         "ok memory the run needs about 0.",
+        "process node device free server-0 0 CPU cores",
     ):
         assert line in shown
     assert sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(tiny).parameters()) == pytest.approx(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,7 @@ def test_which_process_gets_which_gpu(node, tiny: Path, tmp_path: Path, capsys: 
     assert main(["devices", *path]) == 0, "nobody takes the GPU that is in use"
     told = shown(capsys)
     assert "GPU 3 NVIDIA A100 40.0 GiB 0.0 GiB" in told, "what a node has"
-    assert "trainer-0 0 GPU 0 NVIDIA A100\ntrainer-1 0 GPU 1 NVIDIA A100" in told, "what goes where"
+    assert "trainer-0 0 GPU 0 NVIDIA A100 39.1 GiB\ntrainer-1 0 GPU 1 NVIDIA A100 39.1 GiB" in told, "what goes where"
     assert "ok memory a trainer rank needs about 0." in told and "of 39.1 GiB" in told
     node(40000, 1, 40000, 40000)
     assert main(["devices", *path]) == 1
@@ -83,5 +84,5 @@ def test_a_cpu_run_fits(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     words = ["cluster.n_gpus_per_node=0", "allocation_mode=lite.d1+d2", "actor.dtype=float32", f"actor.path={tiny}"]
     assert main(["devices", "--config", str(tmp_path / "config.yaml"), *words]) == 0
     told = shown(capsys)
-    assert "server-0 0 CPU cores\ntrainer-0 0 CPU cores\ntrainer-1 0 CPU cores" in told
+    assert re.search(r"server-0 0 CPU cores \S+ GiB\ntrainer-0 0 CPU cores \S+ GiB\ntrainer-1 0 CPU cores", told)
     assert "ok memory the run needs about 0." in told and "0 problems" in told

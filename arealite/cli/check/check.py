@@ -18,6 +18,7 @@ from arealite.api.cli_args import BaseExperimentConfig as Config
 from arealite.api.config.run import last_name, load_run_config, script_calls
 from arealite.cli import own_trainer
 from arealite.cli.check.declared import check_declared
+from arealite.cli.check.devices import placements
 from arealite.cli.check.findings import Findings, counted
 from arealite.cli.check.memory import check_memory
 from arealite.cli.check.model import check_data, check_model, check_template, check_tokenizer, check_weights
@@ -28,18 +29,20 @@ from arealite.launcher.place.local import LocalPlace
 from arealite.launcher.plan.jobs import environment, samples_in_trainer
 from arealite.launcher.plan.plan import Plan, checked_plan, entry_script
 from arealite.launcher.plan.servers import foreign_servers
-from arealite.utils.devices import visible_gpus
+from arealite.utils.devices import Node, this_node, visible_gpus
 from arealite.utils.secret import secret_of_environment
 
 _PROGRAM_S = 300.0  # for a server's parser to answer; importing SGLang or vLLM for the first time takes a minute
 _HEALTH_S = 10.0
 
 
-def check(entry: str, argv: Sequence[str], *, is_preflight: bool = False) -> int:
+def check(entry: str, argv: Sequence[str], *, preflight_on: Node | None = None) -> int:
     """Check the run that the launcher would start with these arguments, print the findings, return the exit status.
 
-    `is_preflight` leaves out what is slow and what the launcher itself looks at, and prints problems and warnings only.
+    A preflight leaves out what is slow and what the launcher itself looks at, and prints problems and warnings only. It
+    holds the memory plan against all that the node has, not against what is free: others may end in time.
     """
+    is_preflight = preflight_on is not None
     datasets.logging.set_verbosity_error()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -63,8 +66,8 @@ def check(entry: str, argv: Sequence[str], *, is_preflight: bool = False) -> int
             found.look("template", check_template, config, model, tokenizer, names)
             longest, row = found.look("data", check_data, config, model, tokenizer, names) or (0, None)
             found.look("reward", check_reward, config, script, calls, row, tokenizer)
-        if not is_preflight:
-            found.look("memory", check_memory, config, model, longest)
+        if not is_preflight or checked_plan(config).num_nodes == 1:
+            found.look("memory", check_memory, config, model, longest, preflight_on=preflight_on)
     return 1 if found.summarize() else 0
 
 
@@ -83,6 +86,7 @@ def _check_processes(found: Findings, config: Config) -> Plan:
         sizes = ", ".join(f"{one.name}: {one.num_ranks}" for one in plan.groups)
         ranks = f"a master with {counted(plan.num_workers, 'worker')} ({sizes})"
     found.add("ok", f"{config.allocation_mode}: {servers}{ranks} {where}")
+    found.console.print("", placements(config, plan, this_node()), "")
     return plan
 
 

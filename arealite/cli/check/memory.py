@@ -18,7 +18,7 @@ from arealite.inference.backends.kind import SHARED_MEMORY
 from arealite.launcher.plan.layout import make_layout
 from arealite.launcher.plan.plan import make_plan
 from arealite.launcher.plan.servers import foreign_servers
-from arealite.utils.devices import this_node
+from arealite.utils.devices import Node, this_node
 from arealite.utils.memory_plan import (
     FLOAT32,
     ModelShape,
@@ -58,10 +58,17 @@ class _Ranks:
     step: Parts
 
 
-def check_memory(found: Findings, config: Config, model: PreTrainedModel, longest_prompt: int) -> None:
-    """Plan a run that trains for the devices of this node, and print the plan."""
+def check_memory(
+    found: Findings,
+    config: Config,
+    model: PreTrainedModel,
+    longest_prompt: int,
+    *,
+    preflight_on: Node | None = None,
+) -> None:
+    """Plan a run that trains for what is free of this node, or before a run for all that it has, and print the plan."""
     if config.allocation_mode and AllocationMode.from_str(config.allocation_mode).train_world_size > 0:
-        node = this_node()
+        node = preflight_on or this_node()
         used = {device for one in make_plan(config).placements for device in one.devices}
         gpus = [gpu for number, gpu in enumerate(node.gpus) if number in used or not used]
         for gpu in gpus:
@@ -72,9 +79,9 @@ def check_memory(found: Findings, config: Config, model: PreTrainedModel, longes
         paths = {role: path for role in _beside(config) if (path := _path(config, role)) not in (None, block.path)}
         attention = model.config._attn_implementation
         others = {role: model_shape(build_meta_model(path, attention)) for role, path in paths.items()}
-        free = [gpu.free for gpu in gpus]
+        room = [gpu.free if preflight_on is None else gpu.memory for gpu in gpus]
         plan = plan_memory(
-            found, config, shape, longest_prompt, gpus=free, host=node.memory, free=node.free, others=others
+            found, config, shape, longest_prompt, gpus=room, host=node.memory, free=node.free, others=others
         )
         found.console.print("", plan)
 

@@ -24,13 +24,14 @@ def preflight(run: Run, *, is_dry_run: bool = False) -> None:
         return
     if is_dry_run and declared_check(run.entry) is None:
         return
-    topics, program = "model, data and reward", "arealite.cli.check"
+    topics, program, hidden = "model, data and reward", "arealite.cli.check", {}  # which hides GPUs itself
     if is_dry_run:
         topics, program = "what the script declares", "arealite.cli.check.declared"
+        hidden = {"CUDA_VISIBLE_DEVICES": ""}
     print(f"checking {topics} (launcher.preflight=false skips it)", file=sys.stderr, flush=True)
     output = None if is_dry_run else 2  # what is declared is shown with the plan
     command, ours = [sys.executable, "-P", "-m", program, str(run.entry), *run.argv], os.getpid()
-    env = os.environ | environment(run.config.launcher.trainer_env_vars) | {"CUDA_VISIBLE_DEVICES": ""}
+    env = os.environ | environment(run.config.launcher.trainer_env_vars) | hidden
     check = subprocess.Popen(
         command, env=env, stdin=subprocess.DEVNULL, stdout=output, preexec_fn=lambda: die_with_parent(ours)
     )

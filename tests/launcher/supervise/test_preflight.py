@@ -11,6 +11,7 @@ import pytest
 from testing_quickstart import make_tiny_model
 
 from arealite.cli.check.check import check
+from arealite.utils.devices import Gpu, Node, this_node
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -76,6 +77,27 @@ def test_problems_are_one_line_each_and_nothing_starts(folder: Path) -> None:
     assert [*(folder / "runs").iterdir()] == [], "nothing is left of a run that has not begun"
 
 
+@pytest.mark.parametrize(
+    ("gpu", "memory", "told"),
+    [
+        (None, 2**20, "problem: memory: the run needs about 0.00 of 0.0 GiB"),
+        (None, 2**40, ""),
+        ((2**40, 2**20), 2**40, "warning: memory: GPU 0 has 0.0 of 1024.0 GiB free. End what uses it"),
+        ((2**20, 2**20), 2**40, "problem: memory: a trainer rank needs about 0.0"),
+    ],
+)
+def test_what_no_device_holds_is_refused_and_what_others_use_is_a_warning(
+    folder: Path, capfd: pytest.CaptureFixture[str], gpu: tuple[int, int] | None, memory: int, told: str
+) -> None:
+    (folder / "train.py").write_text(ENTRY.format(body="return 1.0"))
+    node = Node(() if gpu is None else (Gpu("0", "A", *gpu),), 1, memory, memory)
+    words = ["--config", str(folder / "c.yaml"), f"cluster.n_gpus_per_node={len(node.gpus)}"]
+    words += ["allocation_mode=d1", "rollout.server_addrs=a:1"] if gpu else []
+    assert check(str(folder / "train.py"), words, preflight_on=node) == told.startswith("problem")
+    shown = capfd.readouterr().err
+    assert told in shown and (told or "memory" not in shown)
+
+
 @pytest.mark.slow
 def test_torchruns_commands_come_after_a_call_of_the_reward_with_the_first_row(folder: Path) -> None:
     status, lines = launch(folder, body="return data", launcher="torchrun")
@@ -108,7 +130,7 @@ def test_rewards_that_the_config_names_are_called(
         ENTRY.replace("RLVRWorkflow(score,", "RLVRWorkflow(load_rewards(config.reward),").format(body="pass")
     )
     several = f"reward={{{own}:own: 1.0, arealite.reward:gsm8k_reward_fn: 0.5}}"
-    assert check(str(script), ["--config", str(folder / "c.yaml"), several], is_preflight=True) == 1
+    assert check(str(script), ["--config", str(folder / "c.yaml"), several], preflight_on=this_node()) == 1
     shown = capfd.readouterr()
     line, page = (shown.out + shown.err).splitlines()
     assert line.startswith("problem: reward: ") and told in line
