@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "arealite"
 
 MAY_IMPORT = {
-    "api": {"utils.doc_pages", "utils.network"},
+    "api": {"utils.doc_pages", "utils.network", "utils.stdout"},
     "utils": set(),
     "algorithms": {"utils.tensors"},
     "generation": {"api", "utils"},

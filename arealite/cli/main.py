@@ -9,10 +9,11 @@ from pathlib import Path
 from types import ModuleType
 
 from arealite.api.errors import AReaLiteError, ConfigError, require_linux
-from arealite.api.script import show_refusal, until_reader_leaves
+from arealite.api.script import show_refusal
 from arealite.cli.parser import make_parser
 from arealite.cli.trainers import examples_folder
 from arealite.utils.files import FileError
+from arealite.utils.stdout import until_reader_leaves
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -242,8 +242,7 @@ class RolloutExecutor:
         return RolloutStat(submitted=sum(totals.values()), **{k: n for k, n in totals.items() if k != "issued"})
 
     def metrics(self) -> dict[str, float]:
-        """Return the counts since the run began, and of the rewards since the last call, of rejected groups too, the
-        mean and whether any was neither 0 nor 1."""
+        """Return counts since the run began, the mean of rewards since the last call, and if any is not 0 or 1."""
         totals = self._ledger.totals()
         counts = {name: totals[name] for name in ("accepted", "rejected", "running")} | self._ledger.causes()
         metrics = {f"rollout/{name}": float(count) for name, count in counts.items()} | self.loop.watch.metrics()
@@ -251,8 +250,8 @@ class RolloutExecutor:
         sampled = self._runner.sampled_rewards  # the event loop may add to it meanwhile
         rewards = [sampled.popleft() for _ in range(len(sampled))]
         if rewards:
-            other = float(not is_binary(rewards))
-            metrics |= {"reward/sampled_mean": sum(rewards) / len(rewards), OTHER_REWARDS: other}
+            mean, other = sum(rewards) / len(rewards), float(not is_binary(rewards))
+            metrics |= {"reward/sampled_mean": mean, OTHER_REWARDS: other}
         return metrics
 
     def state_dict(self) -> dict[str, Any]:

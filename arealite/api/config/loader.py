@@ -29,7 +29,8 @@ from arealite.api.config.placements import spelled_out
 from arealite.api.config.schema import MISSING, ConfigKey, config_help, config_keys
 from arealite.api.config.words import guess, hint
 from arealite.api.errors import ConfigError
-from arealite.api.script import refuse_import, show_errors_briefly, until_reader_leaves
+from arealite.api.script import refuse_import, show_errors_briefly
+from arealite.utils.stdout import until_reader_leaves
 
 logger = logging.getLogger("arealite.config")
 
