@@ -76,7 +76,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
 
 @pytest.fixture
 def connect(workers: Workers, tmp_path: Path) -> Iterator[Connect]:
-    """Start servers and an engine, whose episodes run on two workers unless `is_here`."""
+    """Start servers and an engine, whose episodes run on `num` workers unless `is_here`."""
     torch.set_num_threads(1)
     with contextlib.ExitStack() as stack:
 
@@ -85,13 +85,14 @@ def connect(workers: Workers, tmp_path: Path) -> Iterator[Connect]:
             make: Callable[[], RolloutWorkflow],
             name: str = "t",
             is_here: bool = False,
+            num: int = 2,
             **more: Any,
         ) -> tuple[RemoteInferenceEngine, RolloutWorkers | None]:
             stack.enter_context(serve(server))
             names = {"fileroot": str(tmp_path), "experiment_name": "e", "trial_name": name}
             config = InferenceEngineConfig(server_addrs=[server.address], consumer_batch_size=4, **names, **more)
             assert workers._config.rollout is not None
-            workers._config.rollout = config
+            workers._config.rollout, workers._limits.rollout.num = config, num
             clients = None if is_here else workers.rollouts(make, None)
             engine = RemoteInferenceEngine(config, clients=clients)
             engine.initialize(None, None)
@@ -212,7 +213,7 @@ def test_the_episodes_of_a_worker_that_dies_are_issued_again(
 @pytest.mark.parametrize("max_failed_share", [0.1, 1.0])
 def test_an_error_of_a_workflow_reaches_the_master_with_its_line(connect: Connect, max_failed_share: float) -> None:
     """Also if any number may fail: a batch that never fills is not waited for."""
-    engine, _ = connect(ScriptedServer(), FailingWorkflow, episode_retries=0, max_failed_share=max_failed_share)
+    engine, _ = connect(ScriptedServer(), FailingWorkflow, num=1, episode_retries=0, max_failed_share=max_failed_share)
     with pytest.raises(EpisodeError) as raised:
         engine.prepare_batch(loader(), FailingWorkflow())
     assert "the disk is full" in str(raised.value) and 'raise OSError("the disk is full")' in str(raised.value)
@@ -263,7 +264,7 @@ def test_what_a_worker_learns_of_servers_reaches_the_master(connect: Connect) ->
 
 
 def test_a_call_that_blocks_a_worker_ends_the_run_and_is_named(connect: Connect) -> None:
-    engine, _ = connect(ScriptedServer(), BlockingWorkflow, episode_timeout=2.0, blocking_call_s=0.5)
+    engine, _ = connect(ScriptedServer(), BlockingWorkflow, num=1, episode_timeout=2.0, blocking_call_s=0.5)
     with pytest.raises(RuntimeError, match=r"BlockingWorkflow\.arun_episode blocks it"):
         engine.prepare_batch(loader(), BlockingWorkflow())
 
@@ -271,5 +272,5 @@ def test_a_call_that_blocks_a_worker_ends_the_run_and_is_named(connect: Connect)
 def test_a_workflow_that_can_not_be_made_ends_the_run_at_once(connect: Connect, workers: Workers) -> None:
     num_incidents = len(workers.incidents)
     with pytest.raises(TypeError, match="no_such"):
-        connect(ScriptedServer(), functools.partial(SamplingWorkflow, no_such=1))
+        connect(ScriptedServer(), functools.partial(SamplingWorkflow, no_such=1), num=1)
     assert len(workers.incidents) == num_incidents
