@@ -11,16 +11,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import transformers
-from packaging.version import Version
+from transformers.utils.chat_parsing.response_parser import ResponseParser
+from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from arealite.utils.chat_text import ChatText, Message
-
-_TRANSFORMERS, _OLDEST = Version(transformers.__version__), Version("5.15")
-"""The oldest one whose parser gives the arguments of calls the types that tools declare."""
-if _TRANSFORMERS >= _OLDEST:
-    from transformers.utils.chat_parsing.response_parser import ResponseParser
-    from transformers.utils.chat_parsing.response_templates import load_response_template
 
 _FUNCTION = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 _TEXT = {"content": "text", "repeats": True, "join": "\n"}  # the parser would keep only the last piece of several
@@ -150,12 +144,6 @@ class AnswerParser:
     """
 
     def __init__(self, chat: ChatText) -> None:
-        """Raises ImportError where transformers has no parser."""
-        if _TRANSFORMERS < _OLDEST:
-            raise ImportError(
-                f"transformers must be at least {_OLDEST} to read answers of conversations: got {_TRANSFORMERS}. "
-                "Run `pip install -U transformers`."
-            )
         self._own = getattr(chat.tokenizer, "response_template", None)
         self.thoughts = next((one for one in _THOUGHTS if one["open"] in chat.tokenizer.chat_template), None)
         formats = [] if self._own else _CALLS

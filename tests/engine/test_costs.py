@@ -37,7 +37,8 @@ def test_an_update_has_the_flops_that_torch_counts(tmp_path: Path, tie: bool) ->
     most_s = time.monotonic() - began
     logits = 2 * sum(LENGTHS) * VOCABULARY * HIDDEN  # computed again in the backward pass, which is no use
     attention = 12 * WIDTH * LAYERS * sum(length**2 for length in LENGTHS)  # torch does not count that of a CPU
-    assert counter.get_total_flops() - logits == 6 * PRODUCTS * sum(LENGTHS)
+    angles = 16 * sum(LENGTHS)  # of rotary embeddings, which older transformers make by a matrix product
+    assert counter.get_total_flops() - logits - 6 * PRODUCTS * sum(LENGTHS) in (0, angles)
     flops = 6 * PRODUCTS * sum(LENGTHS) + attention
     assert metrics["perf/model_tflops"] == pytest.approx(flops / 1e12, rel=1e-9)
     assert flops / 1e9 / most_s < metrics["perf/mfu"] < 20 * flops / 1e9 / most_s

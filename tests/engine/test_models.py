@@ -90,6 +90,8 @@ def test_a_family_is_sampled_from_trained_saved_and_served_again(tmp_path: Path,
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_family_that_is_refused_is_named_in_one_sentence(tmp_path: Path, family: str) -> None:
+    if getattr(getattr(transformers, f"{family}PreTrainedModel"), "_supports_sdpa", False):
+        pytest.skip("transformers before 5.21 builds it, and our attention refuses its soft cap at the first row")
     path = write(tmp_path, family)
     told = rf"^a model must have SDPA attention: got {family}ForCausalLM, which has none\. docs/models\.md names those"
     with pytest.raises(ValueError, match=told):

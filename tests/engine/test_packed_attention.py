@@ -247,7 +247,7 @@ def slow_varlen(
     *,
     scale: float,
     window_size: tuple[int, int],
-    enable_gqa: bool,
+    enable_gqa: bool = torch.__version__ < (2, 12),  # whose kernel does it without being told
 ) -> torch.Tensor:
     """The documented meaning of torch's kernel: token i sees those from i - left to i + right (-1: all)."""
     assert max_q == max_k == starts.diff().max() and enable_gqa

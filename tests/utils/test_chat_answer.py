@@ -3,7 +3,6 @@
 import functools
 
 import pytest
-from packaging.version import Version
 from testing_agents import LOOK_UP
 from testing_chat_templates import real_tokenizer
 
@@ -151,10 +150,3 @@ def test_ids_of_calls_follow_from_the_tokens() -> None:
     ids = call_ids([1, 2, 3], 2)
     assert ids == call_ids([1, 2, 3], 2) and len({*ids, *call_ids([1, 23], 2)}) == 4
     assert all(len(one) == 9 and one.isalnum() for one in ids)
-
-
-def test_transformers_without_the_parser_are_refused_when_a_conversation_is_to_be_read(monkeypatch):
-    chat = ChatText(real_tokenizer("Qwen2.5"))
-    monkeypatch.setattr("arealite.utils.chat_answer._TRANSFORMERS", Version("5.14.1"))
-    with pytest.raises(ImportError, match=r"transformers must be at least 5\.15 .*: got 5\.14\.1\. Run `pip install"):
-        AnswerParser(chat)
