@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import datasets
+from huggingface_hub.utils import logging as hub_logging
 from transformers.utils import logging as transformers_logging
 
 from arealite.api.cli_args import BaseExperimentConfig as Config
@@ -45,6 +46,7 @@ def check(entry: str, argv: Sequence[str], *, preflight_on: Node | None = None) 
     is_preflight = preflight_on is not None
     datasets.logging.set_verbosity_error()
     transformers_logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()  # of what it tries again
     transformers_logging.disable_progress_bar()
     script = entry_script(entry)
     calls = script_calls(script)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi, try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
@@ -27,6 +28,7 @@ from arealite.utils.hf import load_hf_tokenizer, load_image_processor
 from arealite.utils.images import sees_images
 from arealite.utils.memory_plan import model_shape
 
+_HUB_S = 10.0  # for the hub to answer
 _KEEP_TOKENS = {
     *("RLVRWorkflow", "VisionRLVRWorkflow", "MultiTurnWorkflow", "ToolWorkflow", "EnvWorkflow", "AgentWorkflow"),
 }
@@ -40,6 +42,8 @@ def check_model(found: Findings, config: Config) -> PreTrainedModel:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     attention, _ = pick_attention(block.attn_impl, device, getattr(torch, block.dtype))
     try:
+        if "/" not in block.path and not Path(block.path).is_dir():
+            _ask_hub_once(block.path)
         model = build_meta_model(block.path, attention, has_value_head=isinstance(block, RWEngineConfig))
     except OSError as error:
         if Path(block.path).is_dir():
@@ -55,6 +59,16 @@ def check_model(found: Findings, config: Config) -> PreTrainedModel:
     size += f", {shape.num_frozen / shape.num_parameters:.1%} of them frozen" if shape.num_frozen else ""
     found.add("ok", f"{type(model).__name__}: {size}, {'tied' if shape.is_tied else 'untied'} embeddings")
     return model
+
+
+def _ask_hub_once(path: str) -> None:
+    """Raise OSError unless the hub has the model: a name without an owner is more often a mistyped folder."""
+    if isinstance(try_to_load_from_cache(path, "config.json"), str):
+        return
+    try:
+        HfApi().model_info(path, timeout=_HUB_S)
+    except Exception as error:  # of the hub, of its client, or of the library that this uses
+        raise OSError(f"the hub has no such model, or can't be reached: {error}") from error
 
 
 def check_weights(found: Findings, config: Config, model: PreTrainedModel) -> None:
