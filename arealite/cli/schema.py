@@ -14,15 +14,24 @@ from pydantic import TypeAdapter
 from arealite.api.cli_args import DPOConfig, EvalConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
 from arealite.api.config.schema import MISSING, ConfigKey, config_keys
 from arealite.api.errors import ConfigError
+from arealite.reward.functions import load_named
 
 Schema = dict[str, Any]
-CLASSES = {"grpo": GRPOConfig, "ppo": PPOConfig, "sft": SFTConfig, "dpo": DPOConfig, "rw": RWConfig, "eval": EvalConfig}
+CLASSES: dict[str, type] = {
+    "grpo": GRPOConfig,
+    "ppo": PPOConfig,
+    "distill": GRPOConfig,
+    "sft": SFTConfig,
+    "dpo": DPOConfig,
+    "rw": RWConfig,
+    "eval": EvalConfig,
+}
 _LATER = {"type": "string", "pattern": r"\$\{|^\?\?\?$", "description": "A reference, or ??? for what is given later."}
 
 
 def write_schema(kind: str, out: str | None) -> int:
-    """Write the schema of an experiment's config to a file, or print it."""
-    text = json.dumps(schema(CLASSES[kind]), indent=1)
+    """Write the schema of an experiment's config, or of a class `FILE.py:CLASS`, to a file, or print it."""
+    text = json.dumps(schema(_config_class(kind)), indent=1)
     if out is None:
         print(text)
     else:
@@ -32,6 +41,15 @@ def write_schema(kind: str, out: str | None) -> int:
             raise ConfigError(f"--out must be a file that can be written: got {error}. Choose another.") from error
         print(f"{out}: begin a config with\n# yaml-language-server: $schema={out}")
     return 0
+
+
+def _config_class(kind: str) -> type:
+    """Return the class of an experiment, or the user's own."""
+    found = CLASSES.get(kind) or (load_named(kind, key="the kind", kind="config class") if ":" in kind else None)
+    if not isinstance(found, type) or not dataclasses.is_dataclass(found):
+        names = ", ".join(CLASSES)
+        raise ConfigError(f"the kind must be one of {names}, or FILE.py:CLASS of a dataclass: got {kind}. Correct it.")
+    return found
 
 
 def schema(config_cls: type) -> Schema:

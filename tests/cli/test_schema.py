@@ -71,3 +71,23 @@ def test_every_key_has_its_description_and_default(tmp_path: Path, capsys: pytes
             node = (node if "properties" in node else node["anyOf"][0])["properties"][part]
         assert node["description"] == key.doc != ""
         assert key.block is not None or key.default == "???" or node["default"] == key.default
+
+
+def test_a_class_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "own_config.py").write_text(
+        "from dataclasses import dataclass\nfrom arealite.api.cli_args import GRPOConfig\n\n"
+        '@dataclass\nclass MyConfig(GRPOConfig):\n    bonus: float = 0.5\n    """Added to each reward."""\n'
+        "def function(): ...\n"
+    )
+    assert main(["schema", f"{tmp_path}/own_config.py:MyConfig"]) == 0
+    own = json.loads(capsys.readouterr().out)
+    assert own["title"] == "MyConfig" and own["properties"]["bonus"]["description"] == "Added to each reward."
+    assert "train_dataset" in own["properties"]
+    for wrong in ("grop", f"{tmp_path}/own_config.py:function"):
+        assert main(["schema", wrong]) == 2
+        assert f"or FILE.py:CLASS of a dataclass: got {wrong}. Correct it." in capsys.readouterr().err
+
+
+def test_the_config_of_distillation_is_valid() -> None:
+    for suffix in ("", "_cpu"):
+        assert mistakes(yaml.safe_load((CONFIGS / f"distill{suffix}.yaml").read_text()), "distill") == []
