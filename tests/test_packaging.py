@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -9,9 +10,11 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from datetime import date
 from pathlib import Path
 
 import pytest
+import yaml
 
 import arealite
 from arealite.cli.init import TEMPLATES
@@ -46,6 +49,29 @@ def test_every_extra_that_is_named_exists() -> None:
 def test_the_changelog_begins_with_the_version() -> None:
     headings = re.findall(r"^## (.*)$", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert re.fullmatch(rf"{re.escape(arealite.__version__)} \((unreleased|\d{{4}}-\d\d-\d\d)\)", headings[0])
+
+
+def test_a_first_release_changes_nothing() -> None:
+    versions = re.split(r"^## ", (REPOSITORY / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1:]
+    for version in versions:
+        assert {*re.findall(r"^### (.*)$", version, re.MULTILINE)} <= {"Added", "Changed", "Removed", "Fixed"}
+    first = versions[-1]
+    assert "### Added" in first and not re.search(
+        r"^### [^A]|used to|no longer|[Cc]hanged default", first, re.MULTILINE
+    )
+
+
+def test_the_citation_has_the_version() -> None:
+    cited = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
+    assert cited["version"] == arealite.__version__ and date.fromisoformat(cited["date-released"])
+
+
+def test_the_extra_of_agents_has_what_the_template_imports() -> None:
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    template = ast.parse((REPOSITORY / "examples/templates/openai_agent.py").read_text())
+    imports = {str(node.module).partition(".")[0] for node in ast.walk(template) if isinstance(node, ast.ImportFrom)}
+    others = imports - sys.stdlib_module_names - {"arealite", "reward", "loop"}
+    assert others == {"openai"} <= {re.split("[<>=]", name)[0] for name in extras["agents"]}
 
 
 def broken_links(package: Path) -> list[str]:

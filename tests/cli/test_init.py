@@ -128,7 +128,7 @@ def test_the_readme_typed(template: str, tiny: Path, tmp_path: Path) -> None:
         (programs / name).chmod(0o755)
     env = {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
     tests = "" if template == "sft" else "python3 -m pytest -q"
-    typed = commands.replace("pip install openai", "") + tests
+    typed = commands.replace("pip install 'arealite[agents]'", "") + tests
     done = subprocess.run(
         ["sh", "-ec", typed], cwd=folder, env=os.environ | env, capture_output=True, text=True, check=False
     )
