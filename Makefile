@@ -61,7 +61,7 @@ test-recovery: $(VENV)/.installed-dev            ## resume runs that were killed
 
 test-examples: $(VENV)/.installed-dev            ## run what the docs tell to type and every example script, on tiny models (11 minutes)
 	sh tests/install.sh bwrap:bubblewrap
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/test_docs.py tests/test_end_to_end.py tests/trainer/test_bounds.py tests/launcher/supervise/test_preflight.py tests/examples $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/test_docs.py tests/test_typed_blocks.py tests/test_end_to_end.py tests/trainer/test_bounds.py tests/launcher/supervise/test_preflight.py tests/examples $(ARGS)
 
 test-install: $(VENV)/.installed-dev            ## install the wheel outside of a checkout, and train what arealite init writes (3 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/test_packaging.py tests/cli/test_init.py $(ARGS)
