@@ -20,7 +20,7 @@ def placements(config: Config, plan: Plan, node: Node | None) -> Table:
         shown = [
             f"GPU {device}  {gpu.name if gpu else ''}".rstrip() for device, gpu in zip(one.devices, known, strict=True)
         ]
-        free = [*in_gib(*(gpu and gpu.free for gpu in known))] or [*in_gib(here and here.free)]
+        free = [*in_gib(*(gpu.free if gpu else None for gpu in known))] or [*in_gib(here.free if here else None)]
         also = ", also samples" if one.index == 0 and one.role == "trainer" and samples_in_trainer(config) else ""
         table.add_row(one.name, str(one.node), (", ".join(shown) or "CPU cores") + also, ", ".join(filter(None, free)))
     for group in plan.groups:
