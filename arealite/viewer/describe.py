@@ -12,11 +12,12 @@ import yaml
 from arealite.api.cli_args import masked
 from arealite.api.run_folder import RunFolder
 from arealite.api.run_metrics import score, score_name, summarize
-from arealite.utils.files import is_locked, reading, require_object
+from arealite.utils.files import is_locked, read_jsonl, reading, require_object
 from arealite.viewer.charts import charts, evaluation_charts
 from arealite.viewer.evaluation import evaluation_cards, evaluation_table, is_evaluation
 from arealite.viewer.plain import readable
 from arealite.viewer.servers import server_charts
+from arealite.viewer.timeline import timeline
 
 FILES_OF_RUNS = ("metrics.jsonl", "config.yaml", "run.json")
 
@@ -53,7 +54,8 @@ def describe(run: RunFolder, rows: list[dict[str, Any]]) -> dict[str, Any]:
         config = require_object(yaml.safe_load(config_text) or {})
         if (public := masked(config_text)) != config:
             config, config_text = public, yaml.safe_dump(public, sort_keys=False, allow_unicode=True)
-        bound = (config.get("rollout") or {}).get("max_head_offpolicyness")
+        rollout = config.get("rollout") or {}
+        bound, way = rollout.get("max_head_offpolicyness"), str(rollout.get("weight_update"))
         folder = run.path.resolve()
         lead = _lead(config)
         title = f"{config.get('experiment_name', folder.parent.name)} / {config.get('trial_name', folder.name)}"
@@ -61,6 +63,10 @@ def describe(run: RunFolder, rows: list[dict[str, Any]]) -> dict[str, Any]:
         summary = summarize(rows, max_head_offpolicyness=bound)
         cards, table = _cards(rows, summary), list[tuple[str, ...]]()
         shown = [*charts(rows, staleness_bound=bound), *server_charts(run.ledger)]
+    with reading(run.weights_log):
+        published = {row["version"]: row["fingerprint"] for row in read_jsonl(run.weights_log)}
+    with reading(run.metrics):
+        shown += timeline(rows, published, way)
     with reading(run.summary):
         summary |= require_object(json.loads(_read(run.summary) or "{}"))
         cards = _cards(rows, summary)

@@ -26,7 +26,7 @@ def thinned(trace: Trace) -> Trace:
         ends = (0,) if np.isnan(bucket).all() else (int(np.nanargmin(bucket)), int(np.nanargmax(bucket)))
         kept.update(start + place for place in ends)
     places = sorted(kept)
-    taken = {key: [trace[key][place] for place in places] for key in ("x", "y")}
+    taken: Trace = {key: [trace[key][place] for place in places] for key in ("x", "y", "text") if key in trace}
     if error := trace.get("error_y"):
         taken["error_y"] = error | {key: [error[key][place] for place in places] for key in ("array", "arrayminus")}
     return trace | taken
