@@ -85,7 +85,7 @@ def test_the_page_is_whole_and_needs_nothing_else(tmp_path: Path) -> None:
     path = write_report(make_run(tmp_path))
     assert path == tmp_path / "report.html"
     page, data = parse(path)
-    assert [tag for tag, _ in page.tags].count("script") == 11
+    assert [tag for tag, _ in page.tags].count("script") == 12
     assert [attrs["src"] for _, attrs in page.tags if "src" in attrs] == []
     assert [attrs["href"] for _, attrs in page.tags if "href" in attrs] == ["data:,"]
     assert "default-src 'none'" in path.read_text()

@@ -175,6 +175,47 @@ def test_two_runs_on_the_same_prompt(tmp_path: Path, viewing: Viewing, new_page:
     assert page.locator(".sides .turn.sampled pre").all_inner_texts() == ["of t0", "of t1"]
 
 
+def test_prompts_of_two_evaluations_and_of_two_runs(tmp_path: Path, viewing: Viewing, new_page: NewPage) -> None:
+    """Rewards of each prompt in both, averaged over samples, sorted by the difference; a line opens both."""
+    rewards = {"t0": {0: (0.0, 1.0, 0.5), 4: (1.0, 0.0, 0.5)}, "t1": {4: (0.25, 0.25, 1.0)}}
+    for name, of_steps in rewards.items():
+        write_metrics(tmp_path / name, range(4))
+        for step, of_prompts in of_steps.items():
+            rows = [row(f"{step}-{i}", step=step, reward=reward, sampled=f"{name} {step} {i}")
+                    for i, reward in enumerate(of_prompts)]  # fmt: skip
+            second = row(f"{step}-2", step=step, reward=1.0, sample=1)
+            write_rows(
+                tmp_path / name / f"rollouts/eval_step_{step}", [*rows, second, row(f"{step}-9{step}", step=step)]
+            )
+        write_rows(tmp_path / name / "rollouts/step_1", [row("0-1", step=1)])
+    page = new_page(viewport={"width": 1400, "height": 900})
+    page.goto(viewing(tmp_path).replace("#", "#view=rows&run=t0&"))
+    counted(page, "11 of 11")
+    page.click("#pairs summary")
+    page.wait_for_selector("#pairs tbody tr")
+    told = "3 prompts are in both: mean reward 0.583, then 0.583; 1 higher, 1 equal, 1 lower."
+    assert page.inner_text("#pairs .note") == told
+
+    def lines() -> list[list[str]]:
+        return [line.split() for line in page.locator("#pairs tbody tr").all_inner_texts()]
+
+    assert lines() == [["0", "0", "1", "+1"], ["2", "0.75", "0.75", "0"], ["1", "1", "0", "-1"]]
+    page.click("#pairs .order")
+    assert [line[0] for line in lines()] == ["1", "2", "0"]
+    page.click("#pairs tbody button >> nth=0")
+    page.wait_for_selector(".sides .turn.sampled >> nth=1")
+    assert page.locator(".sides .turn.sampled pre").all_inner_texts() == ["t0 0 1", "t0 4 1"]
+    page.click("#tab-runs")
+    page.check("[aria-label='Draw t1 beside']")
+    page.click("#tab-rows")
+    page.select_option("#pairs select >> nth=0", label="evaluation at step 4")
+    page.wait_for_selector("#pairs optgroup[label=t1]", state="attached")
+    page.select_option("#pairs select >> nth=1", value='["t1","eval_step_4"]')
+    page.wait_for_selector("#pairs .note:has-text('4 prompts are in both')")
+    page.click("#pairs tbody button:text-is('0')")
+    page.wait_for_selector(".sides .turn.sampled:has-text('t1 4 0')")
+
+
 def test_what_an_environment_says_does_not_look_sampled(tmp_path: Path, viewing: Viewing, new_page: NewPage) -> None:
     write_metrics(tmp_path, [0])
     turns = [{"given": "6 * 7?"}, {"sampled": "41"}, {"given": "That is wrong."}, {"sampled": "42"}]

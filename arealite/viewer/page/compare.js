@@ -21,15 +21,16 @@ const labelOf = (rows, n) => {
   return `${name[n].replace("_step_", " ").replace("_", " ")}, prompt ${prompt[n]}, sample ${rows.place(n)}: reward ${reward[n] === null ? "unknown" : shown(reward[n])}`;
 };
 
-// `offers` are pairs of a run's name and its rows, the open run first.
-function compareNodes(offers, n, row, fetchRow) {
+// `offers` are pairs of a run's name and its rows, the open run first; `wanted` is the run and row to begin with, if any.
+function compareNodes(offers, n, row, fetchRow, wanted) {
   const [[, rows]] = offers;
   const prompt = rows.columns.prompt_id[n];
   const nothing = element("option", "", "nothing");
   nothing.value = "";
   const picker = element("select", "", undefined, [nothing]);
   for (const [run, others] of offers) {
-    const same = aboutTheSame(others, prompt, isTrained(rows, n)).filter((i) => others !== rows || i !== n);
+    const offered = aboutTheSame(others, prompt, isTrained(rows, n)).filter((i) => others !== rows || i !== n);
+    const same = wanted?.[0] === run && !offered.includes(wanted[1]) ? [...offered, wanted[1]] : offered;
     const group = element("optgroup", "", undefined, same.map((i) => {
       const option = element("option", "", labelOf(others, i));
       option.value = JSON.stringify([run, i]);
@@ -50,5 +51,9 @@ function compareNodes(offers, n, row, fetchRow) {
       element("h4", "", `${offers.length > 1 ? `${name}: ` : ""}${labelOf(of, number)}`), conversation(one.segments),
     ])));
   });
+  if (wanted) {
+    picker.value = JSON.stringify(wanted);
+    picker.dispatchEvent(new Event("change"));
+  }
   return [element("label", "compare", "Compare with ", [picker]), sides];
 }

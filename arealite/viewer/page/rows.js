@@ -8,6 +8,7 @@ function resetRows() {
   state.snippets.clear();
   state.search += 1;
   $("#row").hidden = true;
+  $("#pairs").open = false;
   list.selected = null;
   list.set([]);
 }
@@ -30,6 +31,7 @@ async function refreshRows() {
   if (!state.run) return;
   const { run, rows } = state;
   await readRows(run, rows, () => rows === state.rows, (start) => {
+    attempt("pairs", refreshPairs);
     refreshOutcomes();
     if (state.hits) searchMore(start, rows.count);
     refilter();
@@ -184,7 +186,10 @@ async function showRow(n) {
   if (!isOpen()) return;
   ledger[0].before(...branches);
   const offers = [[run, rows], ...(await rowsBeside())];
-  if (isOpen()) ledger[0].before(...compareNodes(offers, n, row, fetchRow));
+  if (!isOpen()) return;
+  ledger[0].before(...compareNodes(offers, n, row, fetchRow, state.compareWith));
+  if (state.compareWith) $("#row .compare").scrollIntoView({ block: "nearest" });
+  state.compareWith = null;
 }
 const OF_HEAD = new Set(["reward", "trained_step", "attempt", "server", "prompt_id", "sample", "row", "num_rows", "batch", "name", "no_eos"]);
 

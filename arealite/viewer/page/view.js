@@ -6,7 +6,7 @@ const SLOW_POLLS = 5; // the list of runs and the ledger are asked for at every 
 const TABS = ["runs", "charts", "rows"];
 const quiet = source === saved ? "A saved page, with some of the run's trajectories: `arealite view` shows all." : "";
 
-const state = { run: null, runs: [], beside: [], tab: "runs", described: new Map(), rows: new Rows(), others: new Map(), snippets: new Map(), hits: null, search: 0, row: null, problems: new Map() };
+const state = { run: null, runs: [], beside: [], tab: "runs", described: new Map(), rows: new Rows(), others: new Map(), snippets: new Map(), hits: null, search: 0, row: null, compareWith: null, problems: new Map() };
 
 // What is open stands in the address, so that a reload shows it again.
 function readAddress() {
@@ -177,7 +177,10 @@ function showTab(tab) {
     state.shownCharts = null;
     attempt("charts", refreshCharts);
   }
-  if (tab === "rows") list.show();
+  if (tab === "rows") {
+    list.show();
+    attempt("pairs", refreshPairs);
+  }
 }
 
 for (const name of TABS) $(`#tab-${name}`).addEventListener("click", () => showTab(name));
