@@ -1,5 +1,6 @@
 """The page in a real Chromium, which `make test-view` brings playwright for."""
 
+import re
 import shutil
 import signal
 import subprocess
@@ -13,9 +14,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from testing_quickstart import write_tiny_model
 from testing_rollouts import write_rows
 from testing_views import byte_tokenizer, row, write_metrics, write_run
 
+from arealite.cli.main import main
 from arealite.rollout.account.rollout_file import write_batch
 from arealite.rollout.account.updates import Update, write_update
 
@@ -327,6 +330,34 @@ def test_a_run_that_trains_and_resumes(tmp_path: Path, viewing: Viewing, new_pag
     counted(page, "1 of 13")
     shutil.rmtree(run / "rollouts/step_2")
     counted(page, "0 of 12")
+
+
+def test_steps_appear_while_a_run_trains(tmp_path: Path, viewing: Viewing, new_page: NewPage) -> None:
+    """A real one, of a tiny model; told to stop once the page has shown more steps than at first."""
+    folder = tmp_path / "live"
+    assert main(["init", str(folder), "--template", "rlvr"]) == 0
+    write_tiny_model(out=folder / "tiny", corpus=None, seed=1)
+    (folder / "runs").mkdir()
+    address = viewing(folder / "runs")
+    command = [sys.executable, "-m", "arealite.launcher.local", "train.py", "--config", "config.yaml"]
+    command += ["launcher.preflight=false", "total_train_epochs=500"]
+    (page := new_page()).goto(address)
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL) as training:
+        try:
+            page.click("#runs .link:has-text('live/first')", timeout=120_000)
+            counts, deadline = list[int](), time.monotonic() + 240
+            while len(counts) < 2 and time.monotonic() < deadline:
+                found = re.search(r"\(training: ([1-9]\d*) steps so far\)", page.inner_text("#charts .lead"))
+                if found is not None and int(found[1]) not in counts:
+                    counts.append(int(found[1]))
+                page.wait_for_timeout(100)
+            assert len(counts) == 2 and counts == sorted(counts), page.inner_text("#charts .lead")
+            page.click("#tab-rows")
+            page.wait_for_selector(".lines .line")
+        finally:
+            training.send_signal(signal.SIGINT)
+    page.click("#tab-runs")
+    page.wait_for_selector("#runs td.state:text-is('stopped')", timeout=60_000)
 
 
 def test_what_is_damaged_is_named(tmp_path: Path, viewing: Viewing, new_page: NewPage) -> None:
