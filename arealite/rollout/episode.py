@@ -31,7 +31,9 @@ from arealite.api.errors import (
     WorkerLostError,
 )
 from arealite.api.io_struct import ModelRequest, PromptId
+from arealite.api.run_metrics import OTHER_REWARDS
 from arealite.rollout.account.ledger import Ledger
+from arealite.rollout.evaluation import is_binary
 from arealite.rollout.failures import BY_FILTER, BY_WORKFLOW, Budgets, describe, first, kind_of
 from arealite.rollout.loop_watch import running
 from arealite.rollout.prompts import Prompt, SampleRecord
@@ -172,6 +174,15 @@ class EpisodeRunner:
     columns: Columns = field(default_factory=Columns)
     sampled_rewards: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_REWARDS))
     """Of what workflows returned since they were last taken, whatever became of it."""
+
+    def reward_metrics(self) -> dict[str, float]:
+        """Return the mean of the rewards since the last call, of rejected groups too, and whether any was neither 0 nor
+        1."""
+        rewards = [self.sampled_rewards.popleft() for _ in range(len(self.sampled_rewards))]  # the event loop adds more
+        if not rewards:
+            return {}
+        other = float(not is_binary(rewards))
+        return {"reward/sampled_mean": sum(rewards) / len(rewards), OTHER_REWARDS: other}
 
     def start(self, prompt: Prompt, head_version: int) -> Episode:
         if prompt.first_started_s is None:

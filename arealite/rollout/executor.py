@@ -20,12 +20,10 @@ from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import EpisodeError, EpisodeTimeoutError
 from arealite.api.io_struct import PromptId, RolloutStat
 from arealite.api.run_folder import RunFolder
-from arealite.api.run_metrics import OTHER_REWARDS
 from arealite.api.workflow_api import OutsideRows, RolloutWorkflow
 from arealite.rollout.account.ledger import Ledger
 from arealite.rollout.account.store import RolloutStore
 from arealite.rollout.episode import Attempts, Episode, EpisodeRunner, Keep, LocalAttempts, Outcome
-from arealite.rollout.evaluation import is_binary
 from arealite.rollout.event_loop import EventLoopThread
 from arealite.rollout.failures import OVERDUE, Budgets
 from arealite.rollout.prompts import Dataloader, Prompt, PromptSource, Row, ShouldAccept, brought, named
@@ -242,17 +240,12 @@ class RolloutExecutor:
         return RolloutStat(submitted=sum(totals.values()), **{k: n for k, n in totals.items() if k != "issued"})
 
     def metrics(self) -> dict[str, float]:
-        """Return counts since the run began, the mean of rewards since the last call, and if any is not 0 or 1."""
+        """Return the counts since the run began, and `reward_metrics` since the last call."""
         totals = self._ledger.totals()
         counts = {name: totals[name] for name in ("accepted", "rejected", "running")} | self._ledger.causes()
         metrics = {f"rollout/{name}": float(count) for name, count in counts.items()} | self.loop.watch.metrics()
         metrics |= {} if self._source is None else self._source.metrics()
-        sampled = self._runner.sampled_rewards  # the event loop may add to it meanwhile
-        rewards = [sampled.popleft() for _ in range(len(sampled))]
-        if rewards:
-            mean, other = sum(rewards) / len(rewards), float(not is_binary(rewards))
-            metrics |= {"reward/sampled_mean": mean, OTHER_REWARDS: other}
-        return metrics
+        return metrics | self._runner.reward_metrics()
 
     def state_dict(self) -> dict[str, Any]:
         """Make everything so far durable and return what `load_state_dict` needs to resume from here."""
