@@ -14,11 +14,11 @@ def has_other_rewards(row: Mapping[str, Any]) -> bool:
 
 
 def named(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of a step without accuracies, if they know of other rewards than 0 and 1."""
+    """Return the metrics of a step without accuracies and pass@k, if they know of other rewards than 0 and 1."""
     if not has_other_rewards(metrics):
         return dict(metrics)
-    names = {f"{name}/accuracy{end}" for name in _SCORED for end in ("", "_low", "_high")}
-    return {key: value for key, value in metrics.items() if key not in names} | {OTHER_REWARDS: 1.0}
+    names = tuple(f"{name}/{kind}" for name in _SCORED for kind in ("accuracy", "pass@"))
+    return {key: value for key, value in metrics.items() if not key.startswith(names)} | {OTHER_REWARDS: 1.0}
 
 
 def summarize(rows: list[dict[str, Any]], *, max_head_offpolicyness: int | None) -> dict[str, Any]:

@@ -158,7 +158,7 @@ class Evaluation:
             self.solved = [Counter(right_P)[c] for c in range(size + 1)]
             metrics |= pass_metrics(right_P, size, self._config.pass_at_k or ())
         elif name == "sampled":
-            logger.warning("pass@k is left out: it needs rewards of 0 and 1, and there are others.")
+            logger.warning("pass@k is left out: it needs rewards of 0 and 1 that are no weighted sums.")
         return metrics
 
 

@@ -33,7 +33,9 @@ def test_a_reward_that_was_only_trained_on_names_the_scores_too() -> None:
 
 
 def test_one_rule_holds_for_both_parts_of_an_evaluation_and_none_for_pairs() -> None:
-    assert named({"greedy/reward": 0.0, "greedy/accuracy": 0.0, "sampled/reward": 0.05}) == {
-        "greedy/reward": 0.0, "sampled/reward": 0.05, "reward/other_max": 1.0,
+    sampled = {"sampled/reward": 0.5, "sampled/accuracy": 0.5, "sampled/pass@1": 0.5, "sampled/pass@1_low": 0.4}
+    assert named({"greedy/reward": 0.05} | sampled) == {
+        "greedy/reward": 0.05, "sampled/reward": 0.5, "reward/other_max": 1.0,
     }  # fmt: skip
+    assert named({"greedy/reward": 0.0, "greedy/accuracy": 0.0} | sampled).keys() >= sampled.keys()
     assert named({"eval/accuracy": 0.5, "eval/loss": 0.7}) == {"eval/accuracy": 0.5, "eval/loss": 0.7}
