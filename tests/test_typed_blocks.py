@@ -41,7 +41,7 @@ OF_THE_SHELL = {
     "docker": "tests/test_packaging.py holds the Dockerfiles, and an image needs a daemon",
     "make": "the targets are those of the suite itself",
     "pip": "the venv of the tests has it",
-    "ray": "make test-cluster starts Ray",
+    "ray": "make test-ray starts Ray",
     "export": "of Ray's address",
     **dict.fromkeys((".", "source"), "the tests run in a venv"),
     **dict.fromkeys(("mkdir", "cd"), "each test has a folder"),
@@ -57,9 +57,9 @@ SNIPPETS = {
 SHOWN = {
     ("README.md", "for step in range("): "the loop of examples/arealite/gsm8k_grpo.py",
     ("README.md", "def my_reward("): "a signature",
-    ("docs/own-loss.md", "  warning  at ratio 1"): "an output: tests/cli/test_check_loss.py holds it",
-    ("docs/one-gpu.md", "memory    the run needs"): "an output: tests/cli/test_prediction.py holds its numbers",
-    ("docs/core.md", "+from arealite.core.workers"): "tests/core/test_group.py trains with these edits",
+    ("docs/own-loss.md", "  warning  at ratio 1"): "an output, which is compared below",
+    ("docs/one-gpu.md", "memory    the run needs"): "an output, which is compared below",
+    ("docs/core.md", "+from arealite.core.workers"): "tests/core/test_equal_numbers.py trains with these edits",
 }
 """Blocks that are typed by no test, and why, by page and beginning."""
 
@@ -221,6 +221,37 @@ def test_a_function_of_workers() -> None:
     exec(definition, names)
     assert names["lengths"](None, {"loss_mask": torch.tensor([[0, 1, 1], [0, 0, 1]])}).tolist() == [2, 1]
     compile(use, "core.md", "exec")
+
+
+def shown_on(page: str, beginning: str) -> list[str]:
+    """Return the lines of an output, with single spaces."""
+    (found,) = (block.text for block in ALL if block.page == page and block.text.startswith(beginning))
+    return [" ".join(line.split()) for line in found.splitlines() if line]
+
+
+def test_the_memory_plan_is_what_check_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (found,) = (block for block in ALL if block.page == "docs/one-gpu.md" and "[ -d tiny ]" in block.text)
+    _, *words = next(words for words in commands(found.text) if "arealite.launcher.local" in words)
+    (tmp_path / "digits.py").write_text("def digits(completions, **others):\n    return 0.0\n")
+    assert main(["tiny-model", "--out", "tiny"]) == 0
+    assert main(["check", *words[2:]]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    memory, *table = shown_on("docs/one-gpu.md", "memory    the run needs")
+    assert memory.partition(" of ")[0] in told and " ".join(table) in told
+
+
+def test_the_warning_of_a_loss_is_what_check_loss_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (loss,) = (block.text for block in ALL if block.page == "docs/own-loss.md" and block.text.startswith("# my_loss"))
+    (tmp_path / "my_loss.py").write_text(loss)
+    monkeypatch.chdir(tmp_path)
+    assert main(["check-loss", "my_loss.py"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert " ".join(shown_on("docs/own-loss.md", "  warning  at ratio 1")) in told
 
 
 def test_every_block_is_typed_or_has_a_reason() -> None:
