@@ -420,7 +420,11 @@ def test_nothing_is_wider_than_the_window(tmp_path: Path, viewing: Viewing, new_
         page.click(f"#tab-{tab}")
         assert is_within(width)
     page.set_viewport_size({"width": (narrow := width * 3 // 4), "height": 800})  # while the charts are hidden
+    page.wait_for_timeout(500)  # so that Plotly has heard of it, in vain
     page.click("#tab-charts")
+    deadline = time.monotonic() + 10  # Plotly waits a moment before it draws
+    while not is_within(narrow) and time.monotonic() < deadline:
+        page.wait_for_timeout(50)
     assert is_within(narrow)
     plots, svgs = (page.locator(f"#charts {name}").first.bounding_box() for name in (".plot", ".plot .main-svg"))
     assert plots is not None and svgs is not None and abs(plots["width"] - svgs["width"]) < 2
