@@ -1,10 +1,14 @@
 """What the rows of `metrics.jsonl` say of a run: its summary, and the scores of its evaluations."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 OTHER_REWARDS = "reward/other_max"  # 1 once a reward of the run was neither 0 nor 1
 _SCORED = ("eval", "greedy", "sampled")
+_OF_RIGHT_OR_WRONG = re.compile(rf"({'|'.join(_SCORED)})/(accuracy|pass@\d+)(_low|_high)?")
+
+_OF_STEPS = ("optim/grad_norm", "value/grad_norm", "reward/mean", "sft/loss")
 
 
 def has_other_rewards(row: Mapping[str, Any]) -> bool:
@@ -17,8 +21,8 @@ def named(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of a step without accuracies and pass@k, if they know of other rewards than 0 and 1."""
     if not has_other_rewards(metrics):
         return dict(metrics)
-    names = tuple(f"{name}/{kind}" for name in _SCORED for kind in ("accuracy", "pass@"))
-    return {key: value for key, value in metrics.items() if not key.startswith(names)} | {OTHER_REWARDS: 1.0}
+    kept = {key: value for key, value in metrics.items() if not _OF_RIGHT_OR_WRONG.fullmatch(key)}
+    return kept | {OTHER_REWARDS: 1.0}
 
 
 def summarize(rows: list[dict[str, Any]], *, max_head_offpolicyness: int | None) -> dict[str, Any]:
@@ -43,7 +47,7 @@ def summarize(rows: list[dict[str, Any]], *, max_head_offpolicyness: int | None)
 
 def is_of_training(row: Mapping[str, Any]) -> bool:
     """Tell whether a row is that of a step: the row after the last one has an evaluation only."""
-    return "optim/grad_norm" in row or "value/grad_norm" in row
+    return not row.keys().isdisjoint(_OF_STEPS)
 
 
 def score(row: Mapping[str, Any], name: str, end: str = "") -> float | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import yaml
-from pydantic import DirectoryPath, FilePath, TypeAdapter
+from pydantic import FilePath, TypeAdapter
 
 from arealite.api.config.types import Name
 from arealite.api.errors import ConfigError
@@ -37,7 +37,7 @@ class _Command:
 
     entry: FilePath
     argv: list[str]
-    started_in: DirectoryPath = Path()  # relative paths of the config count from there
+    started_in: Path = Path()  # relative paths of the config count from there
 
 
 @dataclass
@@ -72,7 +72,7 @@ def replay(run_folder: str, step: int) -> int:
             f"launcher.trainer_threads={threads_of(run.path, step + 1)}",
             *(word for word in command.argv if word.startswith(own_trainer.TYPE)),
         ]
-        with contextlib.chdir(command.started_in):
+        with contextlib.chdir(command.started_in if command.started_in.is_dir() else Path()):
             return local.main([str(command.entry), "--config", str(config_path), *overrides])
 
 

@@ -31,7 +31,10 @@ _LATER = {"type": "string", "pattern": r"\$\{|^\?\?\?$", "description": "A refer
 
 def write_schema(kind: str, out: str | None) -> int:
     """Write the schema of an experiment's config, or of a class `FILE.py:CLASS`, to a file, or print it."""
-    text = json.dumps(schema(_config_class(kind)), indent=1)
+    try:
+        text = json.dumps(schema(_config_class(kind)), indent=1)
+    except TypeError as error:  # from the class without arguments
+        raise ConfigError(f"every field of {kind} must have a default: got {error}. Give it one, or ???.") from error
     if out is None:
         print(text)
     else:

@@ -75,16 +75,17 @@ def render(run: RunFolder, progress: Progress, *, now: float) -> str:
     lead = f"Step {progress.step} {'was the last' if progress.is_finished else 'is running'}. "
     lead += f"This page was written on {_date(now)} at {clock(now)}."
     reload = "" if progress.is_finished else f'<meta http-equiv="refresh" content="{RELOAD_S}">'
-    last = summary(progress.calls, [group.name for group in progress.machines]) if progress.calls else None
+    calls = progress.calls  # a thread draws what the master replaces
+    last = summary(calls, [group.name for group in progress.machines]) if calls else None
     body = [
         f'<header><p class="brand">AReaLite dataflow</p><h1>{title}</h1><p class="lead">{lead}</p></header>',
-        _cards(progress.calls, last) if last else "",
+        _cards(calls, last) if last else "",
         _section(f"Step {progress.step}", f'<div class="drawing">{svg(progress.graph, progress.states)}</div>'),
         _section("Groups of workers", _groups(progress, last)),
     ]
     if last:
-        heading = f"Timeline of step {progress.calls[0].step}"
-        body.append(_section(heading, f'<div class="drawing">{_timeline(progress.calls, last)}</div>'))
+        heading = f"Timeline of step {calls[0].step}"
+        body.append(_section(heading, f'<div class="drawing">{_timeline(calls, last)}</div>'))
     body.append(_section("Incidents", _incidents(progress.incidents)))
     content = "\n".join(body)
     return f"""<!doctype html>

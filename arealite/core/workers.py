@@ -186,7 +186,9 @@ class Workers:
             order = [part[_ROW].tolist() for part in split_batch(numbered, self.num_parts, num_minibatches)]
         else:
             order = split_rows(unit_lengths(batch["attention_mask"]), self.num_parts)
-        parts = [trimmed_rows(batch, rows) for rows in order] if len(order) > 1 else [batch]
+        parts = [trimmed_rows(batch, rows) for rows in order]
+        widest = max(range(len(parts)), key=lambda part: parts[part]["attention_mask"].shape[1])
+        parts[widest] = batch[order[widest]] if len(order) > 1 else batch  # what is fetched is as wide as the batch
         remote = RemoteBatch(order)
         tokens = [key for key in TOKENS if key in batch]
         for keys in (tokens, [key for key in sorted(batch.keys()) if key not in tokens]):

@@ -178,8 +178,11 @@ def sft_collate(rows: list[dict[str, Any]], pad_token_id: int = 0, processor: An
     batch = {"attention_mask": attention_mask}
     for key, absent in (("input_ids", pad_token_id), ("loss_mask", 0)):
         batch[key] = torch.full(attention_mask.shape, absent, dtype=torch.int64)
-        values = np.concatenate([[], *(row[key] for row in rows)], dtype=np.int64, casting="unsafe")  # also of no rows
-        batch[key][attention_mask] = torch.from_numpy(values)
+        values = np.concatenate([np.empty(0, np.int64), *(row[key] for row in rows)])
+        is_whole = values.dtype.kind == "f" and (values % 1 == 0).all() and (np.abs(values) < 2**53).all()
+        if not (is_whole or values.dtype.kind == "i"):
+            raise ValueError(f"{key} of a row must be integers: got {values.dtype}. Correct the data set.")
+        batch[key][attention_mask] = torch.from_numpy(values.astype(np.int64))
     if rows and "images" in rows[0]:
         if processor is None:
             raise ValueError("processor must be given for rows with images: got None. Pass load_image_processor(...).")

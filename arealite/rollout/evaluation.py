@@ -3,6 +3,7 @@
 # B rows, R runs of a workflow, each one sample, P prompts
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -11,6 +12,7 @@ from tensordict import TensorDict
 from arealite.api.workflow_api import own_metrics, runs_of
 
 _Z = 1.96  # of a 95 % interval
+_OURS = re.compile(r"(reward|accuracy|pass@\d+)(_low|_high)?|num_samples|num_failed")
 
 
 def evaluation_metrics(batch: TensorDict, num_prompts: int) -> dict[str, float]:
@@ -31,7 +33,8 @@ def sample_metrics(
 
     Samples of a prompt are averaged first. `reward` leaves out prompts without a result: what none is worth compared to
     a bad one, only the user can say. If every reward is 0 or 1 and no weighted sum of `rewards/<name>`, `accuracy`
-    counts them as wrong. `<name>_low` and `<name>_high` are a 95 % interval.
+    counts them as wrong. `<name>_low` and `<name>_high` are a 95 % interval. A column named like one of these is
+    `workflow/<name>`.
     """
     samples_P = group_index_R.bincount()
 
@@ -48,7 +51,8 @@ def sample_metrics(
     if is_binary(rewards_R.tolist()) and not any(name.startswith("rewards/") for name in columns):
         solved_P = [*rewards_P.tolist(), *[0.0] * num_failed]
         metrics |= share_with_interval("accuracy", solved_P, max_information=int(samples_P.max()))
-    metrics |= {name: per_prompt(values_R).mean().item() for name, values_R in columns.items()}
+    for name, values_R in columns.items():
+        metrics[f"workflow/{name}" if _OURS.fullmatch(name) else name] = per_prompt(values_R).mean().item()
     return metrics | {"num_samples": float(len(rewards_R)), "num_failed": float(num_failed)}
 
 

@@ -224,7 +224,7 @@ def split_batch(batch: TensorDict, num_shares: int, num_minibatches: int = 1) ->
     """
     if num_shares == 1:
         return [batch]
-    group_index, rewards_B = batch["group_index"], batch["rewards"]
+    group_index, rewards_B = batch["group_index"], batch.get("rewards", torch.zeros(len(batch)))
     tokens = group_index.bincount(batch["attention_mask"].sum(1)).tolist()
     one_G = rewards_B.new_zeros(len(tokens)).index_put_((group_index,), rewards_B)  # of any row of each
     have_spread = set(group_index[rewards_B != one_G[group_index]].tolist())

@@ -15,9 +15,10 @@ def until_reader_leaves() -> Iterator[None]:
         try:
             yield
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None and not isinstance(sys.exc_info()[1], Exception):  # an error comes first
+                sys.stdout.flush()
     except BrokenPipeError:
-        if not _has_left():  # it was another pipe
+        if sys.stdout is None or not _has_left():  # it was another pipe
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
         sys.exit(128 + signal.SIGPIPE)

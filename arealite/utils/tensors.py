@@ -165,6 +165,9 @@ def trimmed_rows(batch: TensorDict, row_indices: Sequence[int]) -> TensorDict:
     rows, found = torch.tensor(row_indices, dtype=torch.long), {}
     mask_BS = batch["attention_mask"].index_select(0, rows)
     width = 1 + np.flatnonzero(mask_BS.any(dim=0).numpy()).max(initial=0)
+    others = [one for key, one in batch.items() if key not in RAGGED and not _is_per_token(key, one, mask_BS.shape[1])]
+    while width in {one.shape[1] for one in others if one.ndim > 1}:  # a row's own numbers must not look like tokens'
+        width += 1
     for key, tensor in batch.items():
         if _is_per_token(key, tensor, mask_BS.shape[1]):
             tensor = tensor[:, :width]

@@ -3,6 +3,7 @@
 Works for any run, finished or not: what a missing file would have told is left out.
 """
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import yaml
 from arealite.api.cli_args import masked
 from arealite.api.run_folder import RunFolder
 from arealite.api.run_metrics import score, score_name, summarize
-from arealite.utils.files import is_locked, read_jsonl, reading, require_object
+from arealite.utils.files import FileError, is_locked, read_jsonl, reading, require_object
 from arealite.viewer.charts import charts, evaluation_charts
 from arealite.viewer.evaluation import evaluation_cards, evaluation_table, is_evaluation
 from arealite.viewer.plain import readable
@@ -35,13 +36,12 @@ def state_of(run: RunFolder) -> str:
     if is_locked(run.trainer_lock):
         return "training"
     if is_locked(run.launcher_lock):
-        return "starting"
+        return "running"
     return "stopped" if run.summary.exists() else "ended early"
 
 
-def score_in_words(row: dict[str, Any]) -> str:
-    """Return the score of the evaluation in a row, if there is one."""
-    name = score_name([row])
+def score_in_words(row: dict[str, Any], name: str) -> str:
+    """Return the score of the evaluation in a row by its `score_name`, if there is one."""
     if (value := score(row, name)) is not None:
         return f"{name} {value:{'.1%' if name == 'accuracy' else '.3g'}}"
     return f"loss {row['eval/loss']:.3g}" if row.get("eval/loss") is not None else ""
@@ -63,7 +63,8 @@ def describe(run: RunFolder, rows: list[dict[str, Any]]) -> dict[str, Any]:
         summary = summarize(rows, max_head_offpolicyness=bound)
         cards, table = _cards(rows, summary), list[tuple[str, ...]]()
         shown = [*charts(rows, staleness_bound=bound), *server_charts(run.ledger)]
-    with reading(run.weights_log):
+    published = dict[int, str]()
+    with contextlib.suppress(FileError), reading(run.weights_log):  # it says less than the rest
         published = {row["version"]: row["fingerprint"] for row in read_jsonl(run.weights_log)}
     with reading(run.metrics):
         shown += timeline(rows, published, way)

@@ -263,13 +263,10 @@ def _last_numbers(path: Path) -> dict[str, Any]:
 
     Only the end of a large file is read: an evaluation before it is left out.
     """
-    steps, reward, held_out = 0, None, ""
-    for row in _last_rows(path):
-        if not steps and is_of_training(row):
-            steps, reward = int(row["step"]) + 1, row.get("reward/mean")
-        held_out = held_out or score_in_words(row)
-        if steps and held_out:
-            break
+    rows = list(_last_rows(path))
+    called, last = score_name(rows), next(filter(is_of_training, rows), None)
+    held_out = next(filter(None, (score_in_words(row, called) for row in rows)), "")
+    steps, reward = (0, None) if last is None else (int(last["step"]) + 1, last.get("reward/mean"))
     return {"steps": steps, "reward": reward, "held_out": held_out}
 
 

@@ -33,11 +33,11 @@ def timeline(rows: Sequence[Row], fingerprints: Mapping[int, str], way: str) -> 
         "text": _changes([row for _, row in served]), "marker": {"color": "--green", "size": 4},
     }  # fmt: skip
     layout: dict[str, Any] = {
-        "xaxis": {"title": {"text": "seconds", "standoff": 4}, "range": [0.0, timed[-1][0] * 1.01]},
+        "xaxis": {"title": {"text": "seconds", "standoff": 4}, "rangemode": "tozero"},
     }
     if served:
         most = max(row["servers/live"] or 0 for _, row in served)
-        whole = {"tickmode": "linear", "tick0": 0, "dtick": max(1, math.ceil(most / 5)), "range": [0, 1.1 * most + 0.1]}
+        whole = {"tickmode": "linear", "tick0": 0, "dtick": max(1, math.ceil(most / 5)), "rangemode": "tozero"}
         layout["yaxis2"] = {"overlaying": "y", "side": "right", "showgrid": False, **whole}
     traces = [thinned(one) for one in (updates, servers) if one["x"]]
     return [chart("Timeline of weights and servers", traces, unit="seconds", **layout)]
@@ -49,11 +49,11 @@ def _in_words(row: Row, fingerprint: str | None, way: str) -> str:
     if way == "broadcast" and row.get("weights/sent_mib") == 0.0:
         how = " within the trainer's process"
     gap, mismatched = row.get("policy/canary_gap"), int(row.get("weights/mismatched_tensors") or 0)
-    checks = [] if gap is None else [f"verified on every server: canary gap {gap:.1e}"]
+    checks = [] if gap is None else [f"asked of every server: canary gap {gap:.1e}"]
     checks += [f"{mismatched} mismatched tensors so far"] if mismatched else []
-    is_hex = fingerprint is not None and re.fullmatch("[0-9a-f]{1,64}", fingerprint)
+    is_hex = isinstance(fingerprint, str) and re.fullmatch("[0-9a-f]{1,64}", fingerprint)
     known = [f"the trainer's fingerprint {fingerprint}"] if is_hex else []
-    return "; ".join([f"version {row['step'] + 1}{how}", *(checks or ["not verified"]), *known])
+    return "; ".join([f"version {row['step'] + 1}{how}", *(checks or ["no canary"]), *known])
 
 
 def _changes(rows: Sequence[Row]) -> list[str]:

@@ -333,7 +333,8 @@ def test_a_plan_for_gpus_worked_by_hand(tmp_path) -> None:
         config = load_expr_config(["--config", str(tmp_path / "config.yaml"), *arguments], GRPOConfig)[0]
         found = Findings()
         gpus = [int(gpu * 2**30)]
-        found.look("memory", plan_memory, config, shape, 24, gpus=gpus, host=2**35, others=others)
+        longest = 24 + config.gconfig.max_new_tokens
+        found.look("memory", plan_memory, config, shape, longest, gpus=gpus, host=2**35, others=others)
         return found.all
 
     # A rank: parameters 1, gradients 1, moments 2 GiB. A minibatch has 2 of the 8 groups, 2 answers a rank, each of

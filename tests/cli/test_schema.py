@@ -90,6 +90,10 @@ def test_a_class_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert main(["schema", wrong]) == 2
         assert f"or FILE.py:CLASS of a dataclass: got {wrong}. Correct it." in capsys.readouterr().err
 
+    (tmp_path / "bare_config.py").write_text("from dataclasses import dataclass\n@dataclass\nclass Bare:\n    x: int\n")
+    assert main(["schema", f"{tmp_path}/bare_config.py:Bare"]) == 2
+    assert "Bare must have a default: got " in capsys.readouterr().err
+
 
 def test_the_config_of_distillation_is_valid() -> None:
     for suffix in ("", "_cpu"):

@@ -20,7 +20,6 @@ from arealite.cli.own_data import Own
 from arealite.cli.own_trainer import load_trainer
 from arealite.cli.trainers import TRAINERS, examples_folder
 from arealite.launcher.start import LAUNCHERS
-from arealite.utils.devices import this_node
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples" / "arealite"
@@ -307,7 +306,7 @@ def test_classes_that_are_no_trainers(name: str, told: str, folder: Path, capfd:
     with pytest.raises(ConfigError, match=told):
         load_trainer(argv)
     if "pth" not in name:
-        assert check(str(REPOSITORY / "arealite/cli/own_trainer.py"), argv, preflight_on=this_node()) == 1
+        assert check(str(REPOSITORY / "arealite/cli/own_trainer.py"), argv, is_preflight=True) == 1
         assert re.search(f"problem: trainer: .*{told}", capfd.readouterr().err)
 
 

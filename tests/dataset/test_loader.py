@@ -211,3 +211,10 @@ def test_collate_pads_on_the_right() -> None:
     assert batch["loss_mask"].tolist() == [[0, 1, 1], [1, 0, 0]]
     assert batch["attention_mask"].tolist() == [[True, True, True], [True, False, False]]
     assert batch.batch_size == (2,)
+
+
+@pytest.mark.parametrize("value", [float("nan"), 0.5, "1", 2**63])
+def test_what_is_no_integer_is_not_collated(value: Any) -> None:
+    assert sft_collate([{"input_ids": [1], "loss_mask": [1.0]}])["loss_mask"].tolist() == [[1]]
+    with pytest.raises(ValueError, match="loss_mask of a row must be integers: got "):
+        sft_collate([{"input_ids": [1], "loss_mask": [value]}])

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from arealite.api.run_metrics import named
 from arealite.rollout.evaluation import evaluation_metrics, pass_at, pass_metrics, share_with_interval
 
 
@@ -49,6 +50,16 @@ def test_metrics_of_the_workflow_are_averaged_per_prompt() -> None:
     batch = batch_of([[1.0] * 4, [0.0]])
     batch["turns"] = torch.tensor([1, 1, 2, 2, 4])
     assert evaluation_metrics(batch, num_prompts=2)["turns"] == 2.75
+
+
+def test_a_metric_of_the_workflow_is_not_taken_for_ours() -> None:
+    batch = batch_of([[2.5], [0.5]])
+    batch["accuracy"], batch["accuracy_strict"] = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])
+    metrics = evaluation_metrics(batch, num_prompts=2)
+    assert (metrics["reward"], metrics["workflow/accuracy"], metrics["accuracy_strict"]) == (1.5, 0.5, 1.0)
+    assert "accuracy" not in metrics
+    own = {"eval/workflow/accuracy": 0.5, "eval/accuracy_strict": 1.0}
+    assert named({"eval/reward": 1.5, "eval/accuracy": 0.5, "reward/other_max": 1.0} | own).keys() >= own.keys()
 
 
 @pytest.mark.parametrize(("right", "low", "high"), [(0, 0.0, 0.2775), (8, 0.4902, 0.9433), (10, 0.7225, 1.0)])

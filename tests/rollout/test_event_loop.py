@@ -8,6 +8,7 @@ import functools
 import inspect
 import itertools
 import logging
+import math
 import re
 import sysconfig
 import threading
@@ -82,6 +83,7 @@ def test_a_blocking_call_is_reported_once_per_line_while_it_blocks(loop, caplog)
 
 def test_a_call_without_a_line_of_the_users_is_ours_and_a_warning_only_after_seconds(loop, caplog, monkeypatch) -> None:
     ended = threading.Event()
+    monkeypatch.setattr(loop_watch, "_OURS_S", math.inf)
     with caplog.at_level(logging.DEBUG, logger="arealite.rollout"):
         loop.call_soon(functools.partial(ended.wait, 120))  # as a callback of ours, in threading.py
         wait_for(lambda: bool(caplog.records))

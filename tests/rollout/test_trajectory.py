@@ -76,6 +76,9 @@ def test_groups_with_and_without_spread_are_dealt_apart_by_hand() -> None:
     # groups 1, 2 and 3 have spread: 14 + 4 | 16 tokens; of the others 6 | 18, the most to the second, which has fewer
     assert [part["group_index"].unique().tolist() for part in split_batch(batch, 2)] == [[2, 3, 4], [0, 1]]
 
+    without = batch.exclude("rewards")
+    assert [part["group_index"].unique().tolist() for part in split_batch(without, 2)] == [[1, 2], [0, 3, 4]]
+
 
 def lognormal_lengths(seed: int, num_groups: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)

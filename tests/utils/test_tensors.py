@@ -260,6 +260,14 @@ def test_rows_by_themselves_keep_only_the_padding_that_they_need(chosen: list[in
     assert alone["input_ids"].shape == (len(chosen), width)
     found, expected = pack_rows(alone, range(len(chosen))).packed, pack_rows(batch, chosen).packed
     assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def test_numbers_of_a_row_never_look_like_those_of_its_tokens() -> None:
+    batch = padded([2, 5, 3])
+    batch["three"], batch["four"] = torch.arange(9).view(3, 3), torch.arange(12).view(3, 4)
+    alone = trimmed_rows(batch, [0, 2])
+    assert alone["input_ids"].shape == (2, 5), "3 and 4 are the widths of others"
+    assert pack_rows(alone, [0, 1]).packed["three"].tolist() == [[0, 1, 2], [6, 7, 8]]
     sizes = {key: tensor.untyped_storage().nbytes() for key, tensor in alone.items()}
     assert sizes == {key: tensor.nbytes for key, tensor in alone.items()}, "nothing else is sent"
 

@@ -1,3 +1,4 @@
+import json
 import math
 import shutil
 from pathlib import Path
@@ -9,6 +10,7 @@ from testing_views import byte_tokenizer, finish, row, write_metrics, write_run
 
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
+from arealite.api.run_metrics import score_name
 from arealite.rollout.account.updates import Update, write_update
 from arealite.utils.files import file_lock
 from arealite.viewer.describe import score_in_words
@@ -71,7 +73,17 @@ def test_the_last_score_of_a_long_run_is_found(tmp_path: Path) -> None:
     ],
 )
 def test_a_score_has_its_name(row: dict[str, float], told: str) -> None:
-    assert score_in_words(row) == told
+    assert score_in_words(row, score_name([row])) == told
+
+
+def test_scores_of_a_run_have_one_name_and_steps_of_ones_own_loop_count(tmp_path: Path) -> None:
+    rows = [{"step": 0, "reward/mean": 0.3, "eval/reward": 0.7}, {"step": 1, "reward/mean": 0.4, "eval/accuracy": 0.5}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "weights.jsonl").write_text('{"version": 1}\n')  # what is wrong there hides no curve
+    (line,) = Runs(tmp_path).table()
+    assert (line["steps"], line["reward"], line["held_out"]) == (2, 0.4, "reward 0.5")
+    (_, found) = RunView(tmp_path).describe("")
+    assert found is not None and any(chart["title"] == "Held-out reward" for chart in found["charts"])
 
 
 def test_a_run_that_trains_is_told_from_one_that_died(tmp_path: Path) -> None:
@@ -86,7 +98,7 @@ def test_a_run_that_trains_is_told_from_one_that_died(tmp_path: Path) -> None:
         look()
         with file_lock(run.trainer_lock, timeout_s=1):
             training = look()
-    assert states == ["starting", "training"] and look() != training, "nothing but the lock has changed"
+    assert states == ["running", "training"] and look() != training, "nothing but the lock has changed"
     run.summary.write_text('{"is_finished": false}')
     look()
     assert states[2:] == ["ended early", "stopped"]

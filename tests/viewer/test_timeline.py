@@ -16,8 +16,8 @@ def test_updates_and_servers_stand_at_the_second_at_which_they_were() -> None:
     updates, servers = chart["traces"]
     assert (updates["x"], updates["y"]) == ([5.0, 10.0], [0.5, 0.25])
     assert updates["text"] == [
-        "version 1 by broadcast; verified on every server: canary gap 2.0e-07; the trainer's fingerprint 74032ccf",
-        "version 2 within the trainer's process; not verified",
+        "version 1 by broadcast; asked of every server: canary gap 2.0e-07; the trainer's fingerprint 74032ccf",
+        "version 2 within the trainer's process; no canary",
     ]
     assert (servers["y"], servers["text"]) == ([1.0, 2.0], ["1 joined", "2 joined, 1 left"])
     assert timeline(ROWS[2:], {}, "None") == []
@@ -28,4 +28,4 @@ def test_the_words_of_a_long_timeline_stay_with_their_points() -> None:
     (chart,) = timeline(rows, {}, "disk")
     (trace,) = chart["traces"]
     assert len(trace["x"]) == len(trace["text"]) < 2100 and "yaxis2" not in chart["layout"]
-    assert trace["text"] == [f"version {int(x)} through the disk; not verified" for x in trace["x"]]
+    assert trace["text"] == [f"version {int(x)} through the disk; no canary" for x in trace["x"]]

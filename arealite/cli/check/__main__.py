@@ -1,4 +1,5 @@
-"""`python -m arealite.cli.check ENTRY.py --config FILE.yaml ...`: what a launcher runs before it starts anything."""
+"""`python -m arealite.cli.check here|elsewhere ENTRY.py --config FILE.yaml ...`: what a launcher runs before it starts
+anything, here if it starts all of it on this node."""
 
 import logging
 import os
@@ -11,6 +12,7 @@ from arealite.utils.devices import this_node
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher says what Ctrl-C means
     logging.disable(logging.WARNING)  # the script says it again
-    node = this_node()
+    where, entry, *argv = sys.argv[1:]
+    node = this_node() if where == "here" else None
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # from here on: a check takes no memory of a GPU
-    sys.exit(check(sys.argv[1], sys.argv[2:], preflight_on=node))
+    sys.exit(check(entry, argv, is_preflight=True, preflight_on=node))

@@ -37,13 +37,12 @@ _PROGRAM_S = 300.0  # for a server's parser to answer; importing SGLang or vLLM 
 _HEALTH_S = 10.0
 
 
-def check(entry: str, argv: Sequence[str], *, preflight_on: Node | None = None) -> int:
+def check(entry: str, argv: Sequence[str], *, is_preflight: bool = False, preflight_on: Node | None = None) -> int:
     """Check the run that the launcher would start with these arguments, print the findings, return the exit status.
 
-    A preflight leaves out what is slow and what the launcher itself looks at, and prints problems and warnings only. It
-    holds the memory plan against all that the node has, not against what is free: others may end in time.
+    A preflight leaves out what is slow and what the launcher itself looks at, and prints problems and warnings only. If
+    the run starts on this node, it holds the memory plan against all that the node has: others may end in time.
     """
-    is_preflight = preflight_on is not None
     datasets.logging.set_verbosity_error()
     transformers_logging.set_verbosity_error()
     hub_logging.set_verbosity_error()  # of what it tries again
@@ -68,7 +67,7 @@ def check(entry: str, argv: Sequence[str], *, preflight_on: Node | None = None) 
             found.look("template", check_template, config, model, tokenizer, names)
             longest, row = found.look("data", check_data, config, model, tokenizer, names) or (0, None)
             found.look("reward", check_reward, config, script, calls, row, tokenizer)
-        if not is_preflight or checked_plan(config).num_nodes == 1:
+        if preflight_on is not None or not is_preflight:
             found.look("memory", check_memory, config, model, longest, preflight_on=preflight_on)
     return 1 if found.summarize() else 0
 

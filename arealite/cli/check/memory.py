@@ -12,6 +12,7 @@ from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import BaseExperimentConfig as Config
 from arealite.api.cli_args import OptimizerConfig, TrainEngineConfig
 from arealite.cli.check.findings import Findings, Level
+from arealite.cli.check.model import context_of
 from arealite.engine.hf_model import build_meta_model
 from arealite.inference.backends import kind_of
 from arealite.inference.backends.kind import SHARED_MEMORY
@@ -79,10 +80,10 @@ def check_memory(
         paths = {role: path for role in _beside(config) if (path := _path(config, role)) not in (None, block.path)}
         attention = model.config._attn_implementation
         others = {role: model_shape(build_meta_model(path, attention)) for role, path in paths.items()}
+        new = config.sampling.max_new_tokens if config.sampling is not None else 0
+        longest = int(min(longest_prompt + new, context_of(config, model)))
         room = [gpu.free if preflight_on is None else gpu.memory for gpu in gpus]
-        plan = plan_memory(
-            found, config, shape, longest_prompt, gpus=room, host=node.memory, free=node.free, others=others
-        )
+        plan = plan_memory(found, config, shape, longest, gpus=room, host=node.memory, free=node.free, others=others)
         found.console.print("", plan)
 
 
@@ -90,7 +91,7 @@ def plan_memory(
     found: Findings,
     config: Config,
     shape: ModelShape,
-    longest_prompt: int,
+    longest: int,
     *,
     gpus: Sequence[int],
     host: int,
@@ -100,7 +101,6 @@ def plan_memory(
     """Add up what trainer ranks or workers and servers need, hold it against the bytes of the devices, and return the
     plan; `free` is what others leave of the host now, `others` the shapes of roles whose model is not the trained."""
     mode, key = AllocationMode.from_str(config.allocation_mode), config.trained[0]
-    longest = longest_prompt + (config.sampling.max_new_tokens if config.sampling is not None else 0)
     groups = _groups(config, {key: shape, **(others or {})}, longest, mode.train_world_size)
     server, kv_token = _server_parts(config, shape, longest, mode)
     if mode.is_colocated:  # on the device of the only rank, in its steps, too

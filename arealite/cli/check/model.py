@@ -203,12 +203,7 @@ def check_data(
             PromptLoader(rows, data.batch_size)  # refuses a batch that is larger
         what = {"rl": "prompts", "sft": "demonstrations"}.get(data.type, "pairs")
         found.add("ok", f"{key}: the first {len(rows)} {what} have {min(lengths):,} to {max(lengths):,} tokens")
-    # The longest sequence that model and servers take, as far as the config tells.
-    limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None)]
-    if config.rollout is not None and not foreign_servers(config):
-        kind = kind_of(config)
-        limits.append(kind.block(config).get(kind.context_flag))
-    context = min((int(limit) for limit in limits if limit is not None), default=float("inf"))
+    context = context_of(config, model)
     new = config.sampling.max_new_tokens if config.sampling is not None else 0
     if longest + new > context:
         is_hopeless = longest >= context
@@ -219,6 +214,15 @@ def check_data(
             "Set train_dataset.max_length, lower gconfig.max_new_tokens or raise the server's context.",
         )
     return longest, row
+
+
+def context_of(config: Config, model: PreTrainedModel) -> float:
+    """Return the longest sequence that model and servers take, in tokens, as far as the config tells."""
+    limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None)]
+    if config.rollout is not None and not foreign_servers(config):
+        kind = kind_of(config)
+        limits.append(kind.block(config).get(kind.context_flag))
+    return min((int(limit) for limit in limits if limit is not None), default=float("inf"))
 
 
 def _num_tokens(row: dict[str, Any], tokenizer: Any, processor: Any) -> int:

@@ -51,6 +51,9 @@ class Slot(Protocol):
 class Place:
     """The nodes of a run: what is a launcher's own. It is opened and closed once per attempt."""
 
+    is_here = False
+    """Whether they are this node alone."""
+
     def check(self, config: BaseExperimentConfig, plan: Plan) -> None:
         """Refuse by ConfigError what the nodes can't do, before anything starts."""
 

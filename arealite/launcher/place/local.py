@@ -85,6 +85,8 @@ class LocalSlot(JobRun):
 class LocalPlace(Place):
     """This node as a place for all jobs."""
 
+    is_here = True
+
     def check(self, config: BaseExperimentConfig, plan: Plan) -> None:
         if config.cluster.n_nodes != 1:
             raise ConfigError(

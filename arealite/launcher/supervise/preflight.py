@@ -14,23 +14,24 @@ from arealite.utils.processes import describe_exit, die_with_parent, exit_status
 _PROBLEMS = 1  # exit status of the check
 
 
-def preflight(run: Run, *, is_dry_run: bool = False) -> None:
+def preflight(run: Run, *, is_dry_run: bool = False, is_here: bool = False) -> None:
     """Raise ConfigError if the cheap half of `arealite check` finds a problem, which it has printed.
 
     A check that does not come to its end is no problem of the run: it may start. For a dry run only what the script
-    declares is checked, and shown if it is a graph.
+    declares is checked, and shown if it is a graph. Memory is checked of a run that starts on this node (`is_here`).
     """
     if not (run.config.launcher.preflight and run.plan.trainers):
         return
     if is_dry_run and declared_check(run.entry) is None:
         return
-    topics, program, hidden = "model, data and reward", "arealite.cli.check", {}  # which hides GPUs itself
+    topics, hidden = "model, data and reward", {}  # it hides GPUs itself
+    program = ["arealite.cli.check", "here" if is_here else "elsewhere"]
     if is_dry_run:
-        topics, program = "what the script declares", "arealite.cli.check.declared"
+        topics, program = "what the script declares", ["arealite.cli.check.declared"]
         hidden = {"CUDA_VISIBLE_DEVICES": ""}
     print(f"checking {topics} (launcher.preflight=false skips it)", file=sys.stderr, flush=True)
     output = None if is_dry_run else 2  # what is declared is shown with the plan
-    command, ours = [sys.executable, "-P", "-m", program, str(run.entry), *run.argv], os.getpid()
+    command, ours = [sys.executable, "-P", "-m", *program, str(run.entry), *run.argv], os.getpid()
     env = os.environ | environment(run.config.launcher.trainer_env_vars) | hidden
     check = subprocess.Popen(
         command, env=env, stdin=subprocess.DEVNULL, stdout=output, preexec_fn=lambda: die_with_parent(ours)

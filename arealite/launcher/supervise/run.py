@@ -121,7 +121,7 @@ def launch(
                 )
                 return 0
             if not is_checked:
-                preflight(run)
+                preflight(run, is_here=place.is_here)
             secret = _prepare_folder(run, is_restart=restart is not None)
         except ConfigError:
             raise

@@ -79,7 +79,7 @@ function showDifferences() {
   $("#pairs tbody").replaceChildren(...found.slice(0, pairing.numShown).map(({ index, rows, rewards, difference }) => {
     const open = element("button", "link", index);
     open.type = "button";
-    open.addEventListener("click", () => { state.compareWith = [sides[1][0], rows[1]]; choose(rows[0]); });
+    open.addEventListener("click", () => { state.compareWith = { of: rows[0], row: [sides[1][0], rows[1]] }; choose(rows[0]); });
     const numbers = [...rewards.map((reward) => number(reward)), `${difference > 0 ? "+" : ""}${number(difference)}`];
     return element("tr", "", undefined, [element("td", "", undefined, [open]), ...numbers.map((text) => element("td", "", text))]);
   }));

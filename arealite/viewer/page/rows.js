@@ -4,7 +4,7 @@ const filters = $("#filters");
 const list = new VirtualList($("#rows .scroll"), { draw: drawLine, open: openRow });
 
 function resetRows() {
-  Object.assign(state, { rows: new Rows(), hits: filters.elements.text.value.trim() ? new Set() : null, row: null });
+  Object.assign(state, { rows: new Rows(), hits: filters.elements.text.value.trim() ? new Set() : null, row: null, compareWith: null });
   state.snippets.clear();
   state.search += 1;
   $("#row").hidden = true;
@@ -157,6 +157,8 @@ function whyOpen(outcome) {
 
 async function showRow(n) {
   const { run, rows } = state;
+  const wanted = state.compareWith?.of === n ? state.compareWith.row : null;
+  state.compareWith = null;
   const prompt = rows.value("prompt_id", n);
   const row = n >= 0 ? await source.get("row", { run, generation: rows.generation, row: n }) : { prompt: await source.get("prompt", { run, prompt }) };
   if (state.row !== n || rows !== state.rows) return;
@@ -187,9 +189,8 @@ async function showRow(n) {
   ledger[0].before(...branches);
   const offers = [[run, rows], ...(await rowsBeside())];
   if (!isOpen()) return;
-  ledger[0].before(...compareNodes(offers, n, row, fetchRow, state.compareWith));
-  if (state.compareWith) $("#row .compare").scrollIntoView({ block: "nearest" });
-  state.compareWith = null;
+  ledger[0].before(...compareNodes(offers, n, row, fetchRow, wanted));
+  if (wanted) $("#row .compare").scrollIntoView({ block: "nearest" });
 }
 const OF_HEAD = new Set(["reward", "trained_step", "attempt", "server", "prompt_id", "sample", "row", "num_rows", "batch", "name", "no_eos"]);
 
