@@ -34,11 +34,11 @@ def serve_with(num_slots: Callable[[], int | None]) -> None:
 def waiting() -> Iterator[None]:
     """Divide the time of the block among what episodes do meanwhile."""
     _change(num_waits=1)
-    try:
-        with trace.span("wait for a batch"):
+    with trace.span("wait for a batch"):  # what it writes at its end takes time that is none of the wait
+        try:
             yield
-    finally:
-        _change(num_waits=-1)
+        finally:
+            _change(num_waits=-1)
 
 
 def take_waits() -> dict[str, float]:
@@ -54,24 +54,24 @@ def episode(prompt: str = "") -> Iterator[None]:
     doing = Counter[str]()
     token = _doing.set(doing)
     _change(after=_state(doing))
-    try:
-        with trace.span("episode", prompt=prompt):
+    with trace.span("episode", prompt=prompt):
+        try:
             yield
-    finally:
-        _change(before=_state(doing))
-        doing["over"] = 1  # tasks that it leaves behind count no more
-        _doing.reset(token)
+        finally:
+            _change(before=_state(doing))
+            doing["over"] = 1  # tasks that it leaves behind count no more
+            _doing.reset(token)
 
 
 @contextmanager
 def doing(kind: str) -> Iterator[None]:
     """Note that a task of an episode is in `servers` or `reward`."""
     _do(kind, 1)
-    try:
-        with trace.span(kind):
+    with trace.span(kind):
+        try:
             yield
-    finally:
-        _do(kind, -1)
+        finally:
+            _do(kind, -1)
 
 
 def _do(kind: str, number: int) -> None:
