@@ -22,7 +22,7 @@ from arealite.api.errors import TrajectoryError
 from arealite.api.io_struct import ModelResponse
 from arealite.utils.chat_text import Message, texts_of
 from arealite.utils.tensors import concat_padded_tensors
-from arealite.workflow.trajectory import SampledTurn, trajectory_from_turns
+from arealite.workflow.trajectory import SampledTurn, row_of_turns
 
 
 @dataclass(eq=False)
@@ -162,7 +162,7 @@ class Run:
             for turn in path:
                 gain = gains[turn] if turn.response.output_len else None
                 turns.append(SampledTurn(turn.response, gain, turn.is_trained and turn not in trained))
-            rows.append(trajectory_from_turns(turns, reward, has_turn_rewards=True))
+            rows.append(row_of_turns(turns, reward, has_turn_rewards=True))
             trained.update(path)
         if not rows:
             raise TrajectoryError(

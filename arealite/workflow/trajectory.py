@@ -49,11 +49,19 @@ class SampledTurn:
 
 def trajectory_from_response(response: ModelResponse, reward: float) -> TensorDict:
     """Return one completion as a trajectory with a single row: tensors `[1, S]`, rewards and no_eos `[1]`."""
-    return trajectory_from_turns([SampledTurn(response)], reward)
+    return trajectory_from_turns([response], reward)
 
 
-def trajectory_from_turns(turns: Sequence[SampledTurn], reward: float, *, has_turn_rewards: bool = False) -> TensorDict:
+def trajectory_from_turns(turns: Sequence[ModelResponse], reward: float) -> TensorDict:
     """Return a conversation as a trajectory with a single row, in which only what was sampled is trained on.
+
+    Raises TrajectoryError if a turn does not begin with the tokens before it.
+    """
+    return row_of_turns([SampledTurn(response) for response in turns], reward)
+
+
+def row_of_turns(turns: Sequence[SampledTurn], reward: float, *, has_turn_rewards: bool = False) -> TensorDict:
+    """Return turns as a trajectory with a single row.
 
     `turn_rewards [1, S]` holds what each turn earned, on its last token, also of context. Raises TrajectoryError if a
     turn does not begin with the tokens before it, or has a reward and no token.
@@ -181,7 +189,7 @@ def _row(turns: Sequence[SampledTurn], reward: float, *, has_turn_rewards: bool)
     rest, last = reward - sum(turn.reward or 0.0 for turn in turns), turns[-1]
     if has_turn_rewards and rest:
         turns = [*turns[:-1], replace(last, reward=(last.reward or 0.0) + rest)]
-    return trajectory_from_turns(turns, reward, has_turn_rewards=has_turn_rewards)
+    return row_of_turns(turns, reward, has_turn_rewards=has_turn_rewards)
 
 
 def _num_common(some: Sequence[int], others: Sequence[int]) -> int:

@@ -17,6 +17,7 @@ from arealite.workflow.trajectory import (
     TrajectoryBuilder,
     sample_group,
     trajectory_from_response,
+    row_of_turns,
     trajectory_from_turns,
 )
 
@@ -25,7 +26,7 @@ SECOND = ModelResponse([1, 2, 3, 9, 6, 7], [8], [-1.0], [6], "length", "", outpu
 
 
 def test_of_a_conversation_only_what_was_sampled_is_trained_on() -> None:
-    row = trajectory_from_turns([SampledTurn(FIRST), SampledTurn(SECOND)], 0.5)
+    row = trajectory_from_turns([FIRST, SECOND], 0.5)
     assert row["input_ids"].tolist() == [[1, 2, 3, 9, 6, 7, 8]]
     assert row["loss_mask"].tolist() == [[0, 0, 1, 1, 0, 0, 1]]
     assert row["logprobs"].tolist() == [[0, 0, -0.5, -0.25, 0, 0, -1]]
@@ -34,7 +35,7 @@ def test_of_a_conversation_only_what_was_sampled_is_trained_on() -> None:
     assert (row["rewards"].tolist(), row["no_eos"].tolist()) == ([0.5], [True])
     with pytest.raises(TrajectoryError, match=r"of the turns before it: got others in turn 2\. Make it with"):
         other = ModelResponse([1, 2, 3, 6], [8], [-1.0], [6], "stop", "")
-        trajectory_from_turns([SampledTurn(FIRST), SampledTurn(other)], 0.5)
+        trajectory_from_turns([FIRST, other], 0.5)
 
 
 def test_dtypes_of_a_trajectory() -> None:
@@ -57,17 +58,17 @@ def test_dtypes_of_a_trajectory() -> None:
 
 def test_a_turn_that_is_not_trained_is_context_and_keeps_what_it_earned() -> None:
     context = SampledTurn(FIRST, 0.25, is_trained=False)
-    row = trajectory_from_turns([context, SampledTurn(SECOND)], 0.5, has_turn_rewards=True)
+    row = row_of_turns([context, SampledTurn(SECOND)], 0.5, has_turn_rewards=True)
     assert row["loss_mask"].tolist() == [[0, 0, 0, 0, 0, 0, 1]]
     assert row["logprobs"].tolist() == [[0, 0, 0, 0, 0, 0, -1]]
     assert row["versions"].tolist() == [[-1, -1, -1, -1, -1, -1, 6]]
     assert (row["kept_counts"].tolist(), row["kept_ids"].tolist()) == ([[0, 0, 0, 0, 0, 0, 1]], [[8]])
     assert row["turn_rewards"].tolist() == [[0, 0, 0, 0.25, 0, 0, 0]] and row["turn_rewards"].dtype == torch.float32
-    judged = trajectory_from_turns([SampledTurn(FIRST), SampledTurn(SECOND, is_trained=False)], 0.5)
+    judged = row_of_turns([SampledTurn(FIRST), SampledTurn(SECOND, is_trained=False)], 0.5)
     assert judged["no_eos"].tolist() == [False], "what was cut off is not trained on"
     nothing = replace(SECOND, output_tokens=[], output_logprobs=[], output_versions=[])
     with pytest.raises(TrajectoryError, match="must have sampled a token: got none in turn 2"):
-        trajectory_from_turns([SampledTurn(FIRST), SampledTurn(nothing, 1.0)], 0.5, has_turn_rewards=True)
+        row_of_turns([SampledTurn(FIRST), SampledTurn(nothing, 1.0)], 0.5, has_turn_rewards=True)
 
 
 def answer(ids: list[int], *tokens: int, logprob: float = -1.0) -> ModelResponse:
@@ -103,7 +104,7 @@ def test_a_branch_shares_its_context_and_trains_on_no_token_twice() -> None:
     assert run["turn_rewards"].tolist() == [[0, 0, 0, 1, 0, 2 + 4, 0], [0, 0, 0, 1, 0, 0, 4 + 2], [0, 0, 7, 0, 0, 0, 0]]
     assert run["rewards"].tolist() == [7.0, 7.0, 7.0] and run["sample_index"].tolist() == [3, 3, 3]
     assert run["sample_index"].dtype == torch.int64
-    assert "turn_rewards" not in trajectory_from_turns([SampledTurn(FIRST)], 1.0)
+    assert "turn_rewards" not in trajectory_from_turns([FIRST], 1.0)
 
 
 def test_what_is_not_an_answer_to_the_row_is_refused() -> None:
