@@ -15,9 +15,9 @@ from arealite.rollout.trajectory import check_trajectory
 from arealite.workflow.trajectory import (
     SampledTurn,
     TrajectoryBuilder,
+    row_of_turns,
     sample_group,
     trajectory_from_response,
-    row_of_turns,
     trajectory_from_turns,
 )
 
