@@ -93,7 +93,7 @@ def _continued(engine: RemoteInferenceEngine, actor: FSDPPPOActor, batch: Tensor
 
     try:
         segment = engine.run(complete())
-    except ServerError:  # SGLang has lost one request in a dozen runs, idle; a client asks again
+    except ServerError:  # once an idle SGLang never answered, why is not known; a client asks again, too
         segment = engine.run(complete())
     whole = torch.tensor([[*ids, *sampled, *segment.tokens]])
     shown = {key: row[key] for key in ("pixel_values", "image_grid_thw")}
