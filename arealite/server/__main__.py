@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     setup_logging()
     disable_progress_bar()
     raise_file_limit()
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1)  # the engine's thread has --threads; with more than cores in all, OpenMP lets them sleep
     try:
         check_exposed(args.host, secret_of_environment())
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET

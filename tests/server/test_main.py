@@ -19,9 +19,11 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import testing_forks
 import torch
+from testing_quickstart import make_tiny_model
 
 from arealite.server import __main__ as server
 from arealite.server.__main__ import main
@@ -51,6 +53,10 @@ def main_with_few_files(argv: list[str]) -> int:
     http_server.HEADER_S = 3600.0
     os.dup2(os.open("stderr", os.O_CREAT | os.O_WRONLY), 2)
     return main(argv)
+
+
+def main_with_three_threads(argv: list[str]) -> int:
+    return main([*argv, "--threads", "3"])
 
 
 @contextlib.contextmanager
@@ -166,6 +172,20 @@ def test_sigterm_does_not_wait_for_a_trainer_that_never_comes(model_path: str) -
         process.join(120)
         assert process.exitcode == 0
         client.join(120)
+
+
+def test_only_the_thread_that_samples_has_threads_of_torch(tmp_path: Path) -> None:
+    """If others had some, they would be more than the cores, and OpenMP lets threads sleep between any two products."""
+    path = str(make_tiny_model(tmp_path / "model", layers=1, hidden=256, heads=4, mlp=768))
+    sampled = {"input_ids": [*range(5, 200)], "sampling_params": {"max_new_tokens": 2}}
+    counts = []
+    for program in (main, main_with_three_threads):
+        with forked(program, path) as (process, url):
+            assert post(f"{url}/generate", sampled)[0] == 200
+            assert post(f"{url}/update_weights_from_disk", {"model_path": path})[0] == 200
+            assert post(f"{url}/generate", sampled)[0] == 200
+            counts.append(psutil.Process(process.pid).num_threads())
+    assert counts[1] - counts[0] == 2, counts
 
 
 def test_half_sent_requests_of_strangers_cost_nobody_an_answer(
