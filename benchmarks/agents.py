@@ -19,8 +19,8 @@ from typing import Any
 import aiohttp
 import torch
 from circumstances import options, report
+from model_configs import write_tiny
 from runtime_overhead import cpu_by_thread, served, watched
-from shapes import write_tiny
 
 from arealite.agent.workflow import AgentWorkflow
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig

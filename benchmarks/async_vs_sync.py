@@ -34,7 +34,7 @@ from typing import Any
 import psutil
 import torch
 from circumstances import options, report
-from shapes import write_tiny
+from model_configs import write_tiny
 from tensordict import TensorDict
 
 from arealite.api.cli_args import GenerationHyperparameters, GRPOConfig, load_expr_config

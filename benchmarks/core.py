@@ -40,8 +40,8 @@ import psutil
 import ray
 import torch
 from circumstances import options, report
+from model_configs import write_tiny
 from runtime_overhead import PROMPT_TOKENS, OneRequest, served
-from shapes import write_tiny
 from tensordict import TensorDict
 
 from arealite.api.cli_args import (

@@ -150,13 +150,18 @@ class Transformers:
 
 
 class Served:
-    """A server process that is asked over HTTP, all conversations at once."""
+    """A server process that is asked over HTTP, all conversations at once, and is stopped while it is not its turn."""
 
     def __init__(self, process: psutil.Process, url: str, body: Body) -> None:
         self.process, self._url, self._body = process, url, body
+        suspend(process)
 
     def __call__(self, conversations: Sequence[Conversation]) -> int:
-        return asyncio.run(self._run(conversations))
+        resume(self.process)
+        try:
+            return asyncio.run(self._run(conversations))
+        finally:
+            suspend(self.process)
 
     async def _run(self, conversations: Sequence[Conversation]) -> int:
         limits = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(READY_S)
@@ -248,8 +253,22 @@ def started(command: Sequence[str], env: dict[str, str], log: Path) -> Iterator[
             yield psutil.Process(process.pid), url
         finally:
             assert process.stdin is not None
+            if process.poll() is None:
+                resume(psutil.Process(process.pid))
             process.stdin.close()
             process.wait(60)
+
+
+def suspend(guard: psutil.Process) -> None:
+    """Stop a server: SGLang's never sleeps, and threads of other sides would wait for the core that it takes."""
+    for one in guard.children(recursive=True):
+        one.suspend()
+
+
+def resume(guard: psutil.Process) -> None:
+    """Let a server go on."""
+    for one in guard.children(recursive=True):
+        one.resume()
 
 
 def is_ready(url: str) -> bool:
@@ -298,7 +317,8 @@ def main() -> None:
     parser.add_argument("--case", action="append", choices=cases(), help="one of the cases; may be repeated")
     parser.add_argument("--side", action="append", choices=SIDES, help="beside the servers; all")
     for name in PEERS:
-        parser.add_argument(f"--{name}", help=f"interpreter of an environment that has {name}")
+        of = f"interpreter of an environment that has {name}"
+        parser.add_argument(f"--{name}", type=os.path.abspath, help=of)
     parser.add_argument("--vllm-eager", action="store_true", help="start vLLM with --enforce-eager: ready sooner")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

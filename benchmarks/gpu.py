@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 import torch
 from circumstances import options, report
-from shapes import SIZES, VOCABULARY, write_config
+from model_configs import SIZES, VOCABULARY, write_config
 from tensordict import TensorDict
 from transformers import AutoConfig, AutoModelForCausalLM
 

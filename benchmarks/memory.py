@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from circumstances import options, report
-from shapes import SIZES, write_config
+from model_configs import SIZES, write_config
 
 from arealite.algorithms.logprobs import LazyLogits, count_loss_tokens, packed_logprobs_entropy
 from arealite.api.cli_args import FSDPEngineConfig, MicroBatchSpec, OptimizerConfig, TrainEngineConfig

@@ -12,7 +12,7 @@ import pytest
 from cluster.netns import why_impossible
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-PARTS = {"canned_server", "circumstances", "original_peer", "shapes", "trl_peer"}
+PARTS = {"canned_server", "circumstances", "model_configs", "original_peer", "trl_peer"}
 SCRIPTS = sorted(path.name for path in BENCHMARKS.glob("*.py") if path.stem not in PARTS)
 TEXTS = {
     "agents": "ms by thread: arealite-",
