@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from arealite.api.run_metrics import score, score_name
-from arealite.viewer.thin import thinned
+from arealite.viewer.thin import Trace, thinned
 
 Row = dict[str, Any]
-Trace = dict[str, Any]
 Chart = dict[str, Any]
 
 SMOOTH_FROM = 20  # points of a curve that also gets a moving mean
@@ -62,7 +61,7 @@ def charts(rows: Sequence[Row], *, staleness_bound: int | None) -> list[Chart]:
         chart("Entropy", _line(rows, "policy/entropy", "--purple"), unit="nats per token"),
         chart("Gradient norm", _line(rows, "optim/grad_norm", "--blue")),
     ]
-    return [one | {"traces": [*map(thinned, one["traces"])]} for one in candidates if one["traces"]]
+    return [one for one in candidates if one["traces"]]
 
 
 def evaluation_charts(row: Row, solved: Sequence[int]) -> list[Chart]:
@@ -100,11 +99,11 @@ def evaluation_charts(row: Row, solved: Sequence[int]) -> list[Chart]:
 def chart(
     title: str, traces: list[Trace], *, unit: str = "", tickformat: str = "", exponentformat: str = "B", **layout: Any
 ) -> Chart:
-    """Return a chart as the page draws it; `layout` is Plotly's."""
+    """Return a chart as the page draws it, no finer than a screen; `layout` is Plotly's."""
     axis = {"rangemode": "tozero", "exponentformat": exponentformat} | (
         {"tickformat": tickformat} if tickformat else {}
     )
-    return {"title": title, "unit": unit, "traces": traces, "layout": {"yaxis": axis, **layout}}
+    return {"title": title, "unit": unit, "traces": [*map(thinned, traces)], "layout": {"yaxis": axis, **layout}}
 
 
 def _line(

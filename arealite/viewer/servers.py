@@ -8,7 +8,6 @@ from pathlib import Path
 from arealite.api.errors import LedgerError
 from arealite.rollout.account.ledger_file import open_for_reading
 from arealite.viewer.charts import PHASE_COLOURS, Chart, chart
-from arealite.viewer.thin import thinned
 
 _MOST = len(PHASE_COLOURS)  # servers with a colour; the others share one
 _SAMPLED = """
@@ -39,9 +38,9 @@ def server_charts(ledger: Path) -> list[Chart]:
             | {"marker": {"color": colour, "line": {"width": 0}}}
             for name, colour in zip(names, itertools.chain(PHASE_COLOURS, ["--faint"]))
         ]
-        charts.append(chart("Sampled by server", [*map(thinned, bars)], unit="tokens", barmode="stack", bargap=0))
+        charts.append(chart("Sampled by server", bars, unit="tokens", barmode="stack", bargap=0))
     if any(interrupts.values()):
         style = {"mode": "lines" if len(steps) > 1 else "markers", "line": {"color": "--purple"}, "name": "interrupted"}
         line = {"type": "scatter", "x": steps, "y": [interrupts[step] for step in steps], **style}
-        charts.append(chart("Interrupted generations", [thinned(line)], unit="of the step's samples"))
+        charts.append(chart("Interrupted generations", [line], unit="of the step's samples"))
     return charts

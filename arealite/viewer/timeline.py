@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from arealite.viewer.charts import Chart, Row, chart
-from arealite.viewer.thin import thinned
 
 _WAYS = {"disk": "through the disk", "broadcast": "by broadcast"}
 
@@ -39,7 +38,7 @@ def timeline(rows: Sequence[Row], fingerprints: Mapping[int, str], way: str) -> 
         most = max(row["servers/live"] or 0 for _, row in served)
         whole = {"tickmode": "linear", "tick0": 0, "dtick": max(1, math.ceil(most / 5)), "rangemode": "tozero"}
         layout["yaxis2"] = {"overlaying": "y", "side": "right", "showgrid": False, **whole}
-    traces = [thinned(one) for one in (updates, servers) if one["x"]]
+    traces = [one for one in (updates, servers) if one["x"]]
     return [chart("Timeline of weights and servers", traces, unit="seconds", **layout)]
 
 

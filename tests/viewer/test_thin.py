@@ -2,6 +2,7 @@
 
 import pytest
 
+from arealite.viewer.charts import chart
 from arealite.viewer.thin import MAX_POINTS, thinned
 
 NUM_STEPS = 100_000
@@ -41,3 +42,8 @@ def test_intervals_keep_to_their_points_and_short_curves_are_left_alone() -> Non
     found = thinned(curve() | {"error_y": error})
     assert found["error_y"]["array"] == found["error_y"]["arrayminus"] == found["x"]
     assert thinned(short := {"type": "scatter", "x": [0, 1], "y": [1.0, None]}) is short
+
+
+def test_every_chart_has_thinned_traces() -> None:
+    trace = curve(at_43210=99.0)
+    assert chart("Reward", [trace, trace])["traces"] == [thinned(trace)] * 2
