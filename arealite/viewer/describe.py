@@ -114,16 +114,12 @@ def _lead(config: dict[str, Any]) -> str:
 def _cards(rows: list[dict[str, Any]], summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Return label, value and note of the headline numbers that the run has."""
     cards = []
-    if "accuracy_before" in summary:
-        before, after = summary["accuracy_before"], summary["accuracy_after"]
-        interval = _interval(rows, ".1%")
-        cards.append(
-            ("Held-out accuracy", f"{before:.1%} → {after:.1%}", f"{100 * (after - before):+.1f} points{interval}")
-        )
-    elif "reward_before" in summary:
-        before, after = summary["reward_before"], summary["reward_after"]
-        note = f"{after - before:+.3g}{_interval(rows, '.3g')}"
-        cards.append(("Held-out reward", f"{before:.3g} → {after:.3g}", note))
+    if name := next((one for one in ("accuracy", "reward") if f"{one}_before" in summary), ""):
+        before, after = summary[f"{name}_before"], summary[f"{name}_after"]
+        form, change = ".3g", f"{after - before:+.3g}"
+        if name == "accuracy":
+            form, change = ".1%", f"{100 * (after - before):+.1f} points"
+        cards.append((f"Held-out {name}", f"{before:{form}} → {after:{form}}", f"{change}{_interval(rows, form)}"))
     for label, key in (("Reward", "reward/mean"), ("Loss", "sft/loss"), ("Held-out loss", "eval/loss")):
         values = [row[key] for row in rows if row.get(key) is not None]
         if values:
