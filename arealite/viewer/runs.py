@@ -306,11 +306,7 @@ def _taken(columns: dict[str, Any], numbers: Sequence[int]) -> dict[str, Any]:
     lengths = [(name, len([*same])) for name, same in itertools.groupby(taken)]
     of_all = {"generation": 0, "start": 0, "count": len(numbers), "names": lengths, "is_complete": True, "problems": []}
     keys = columns.keys() - of_all.keys()
-    return of_all | {key: [_plain(columns[key][number]) for number in numbers] for key in sorted(keys)}
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, str) else value.item()
+    return of_all | {key: [columns[key][number] for number in numbers] for key in sorted(keys)}
 
 
 def _is_trained(row: dict[str, Any]) -> bool:
