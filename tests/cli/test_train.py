@@ -306,7 +306,7 @@ def test_classes_that_are_no_trainers(name: str, told: str, folder: Path, capfd:
     with pytest.raises(ConfigError, match=told):
         load_trainer(argv)
     if "pth" not in name:
-        assert check(str(REPOSITORY / "arealite/cli/own_trainer.py"), argv, is_preflight=True) == 1
+        assert check(str(REPOSITORY / "arealite/cli/own_trainer.py"), argv, preflight=True) == 1
         assert re.search(f"problem: trainer: .*{told}", capfd.readouterr().err)
 
 

@@ -32,4 +32,4 @@ def checked(words: list[str], folder: Path, shown: Path) -> int:
             os.dup2(output.fileno(), stream)
     os.chdir(folder)
     logging.disable(logging.WARNING)
-    return check(words[0], words[1:], is_preflight=True)
+    return check(words[0], words[1:], preflight=True)

@@ -13,6 +13,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher says what Ctrl-C means
     logging.disable(logging.WARNING)  # the script says it again
     where, entry, *argv = sys.argv[1:]
-    node = this_node() if where == "here" else None
+    preflight = this_node() if where == "here" else True
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # from here on: a check takes no memory of a GPU
-    sys.exit(check(entry, argv, is_preflight=True, preflight_on=node))
+    sys.exit(check(entry, argv, preflight=preflight))

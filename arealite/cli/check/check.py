@@ -37,11 +37,11 @@ _PROGRAM_S = 300.0  # for a server's parser to answer; importing SGLang or vLLM 
 _HEALTH_S = 10.0
 
 
-def check(entry: str, argv: Sequence[str], *, is_preflight: bool = False, preflight_on: Node | None = None) -> int:
+def check(entry: str, argv: Sequence[str], *, preflight: Node | bool = False) -> int:
     """Check the run that the launcher would start with these arguments, print the findings, return the exit status.
 
     A preflight leaves out what is slow and what the launcher itself looks at, and prints problems and warnings only. If
-    the run starts on this node, it holds the memory plan against all that the node has: others may end in time.
+    it is of a node, on which the run starts, the memory plan must fit all that the node has: others may end in time.
     """
     datasets.logging.set_verbosity_error()
     transformers_logging.set_verbosity_error()
@@ -50,11 +50,11 @@ def check(entry: str, argv: Sequence[str], *, is_preflight: bool = False, prefli
     script = entry_script(entry)
     calls = script_calls(script)
     names = {last_name(call.func) for call in calls}
-    config, found = load_run_config(argv, script), Findings(is_brief=is_preflight)
+    config, found = load_run_config(argv, script), Findings(is_brief=preflight is not False)
     if script == Path(own_trainer.__file__):
         found.look("trainer", check_trainer, argv)
     found.look("graph", check_declared, argv, script)
-    if not is_preflight:
+    if preflight is False:
         plan = found.look("processes", _check_processes, config)
         if plan is not None:
             found.look("server", _check_server, config, plan)
@@ -67,8 +67,8 @@ def check(entry: str, argv: Sequence[str], *, is_preflight: bool = False, prefli
             found.look("template", check_template, config, model, tokenizer, names)
             longest, row = found.look("data", check_data, config, model, tokenizer, names) or (0, None)
             found.look("reward", check_reward, config, script, calls, row, tokenizer)
-        if preflight_on is not None or not is_preflight:
-            found.look("memory", check_memory, config, model, longest, preflight_on=preflight_on)
+        if preflight is not True:
+            found.look("memory", check_memory, config, model, longest, preflight_on=preflight or None)
     return 1 if found.summarize() else 0
 
 

@@ -93,7 +93,7 @@ def test_what_no_device_holds_is_refused_and_what_others_use_is_a_warning(
     node = Node(() if gpu is None else (Gpu("0", "A", *gpu),), 1, memory, memory)
     words = ["--config", str(folder / "c.yaml"), f"cluster.n_gpus_per_node={len(node.gpus)}"]
     words += ["allocation_mode=d1", "rollout.server_addrs=a:1"] if gpu else []
-    assert check(str(folder / "train.py"), words, is_preflight=True, preflight_on=node) == told.startswith("problem")
+    assert check(str(folder / "train.py"), words, preflight=node) == told.startswith("problem")
     shown = capfd.readouterr().err
     assert told in shown and (told or "memory" not in shown)
 
@@ -105,7 +105,7 @@ def test_completions_are_no_longer_than_the_context_in_the_plan(
     words = ["--config", str(folder / "c.yaml"), "gconfig.max_new_tokens=8000", "lite.context=16384"]
     words.append("actor.mb_spec.max_tokens_per_mb=null")
     node = Node((), 1, 2**26, 2**26)
-    assert check(str(folder / "train.py"), words, is_preflight=True, preflight_on=node) == 0
+    assert check(str(folder / "train.py"), words, preflight=node) == 0
     shown = capfd.readouterr().err
     assert "completions are cut before gconfig.max_new_tokens" in shown and "memory" not in shown
 
@@ -142,10 +142,7 @@ def test_rewards_that_the_config_names_are_called(
         ENTRY.replace("RLVRWorkflow(score,", "RLVRWorkflow(load_rewards(config.reward),").format(body="pass")
     )
     several = f"reward={{{own}:own: 1.0, arealite.reward:gsm8k_reward_fn: 0.5}}"
-    assert (
-        check(str(script), ["--config", str(folder / "c.yaml"), several], is_preflight=True, preflight_on=this_node())
-        == 1
-    )
+    assert check(str(script), ["--config", str(folder / "c.yaml"), several], preflight=this_node()) == 1
     shown = capfd.readouterr()
     line, page = (shown.out + shown.err).splitlines()
     assert line.startswith("problem: reward: ") and told in line
