@@ -26,6 +26,7 @@ PLACES = {
     "dataset": "data-and-rewards.md#keys-of-train_dataset-and-valid_dataset",
     "engine": "models.md",
     "engine/lora": "models.md#lora",
+    "engine/ppo": "algorithms.md",
     "engine/ppo/own_functions": "own-loss.md#1-write-it",
     "generation": "compatibility.md#the-embedded-server",
     "inference": "compatibility.md#what-they-do-differently",

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tensordict import TensorDict
 
 from arealite.api import errors, pages
 from arealite.api.config.experiment import SFTConfig
 from arealite.api.config.loader import load_expr_config
 from arealite.cli.check.findings import PAGES
+from arealite.engine.ppo.batch import require_key
+from arealite.launcher.plan.plan import entry_script
 from arealite.utils import doc_pages
 from arealite.utils.files import FileError, reading
 
@@ -62,6 +65,7 @@ def test_a_message_leads_to_the_symptom_that_quotes_it() -> None:
         ("engine/lora.py", "raise errors.ConfigError('peft must: none')", "models.md#lora"),
         ("engine/optimizer.py", "raise ValueError('a schedule must: none')", "models.md"),
         ("engine/optimizer.py", "raise errors.CheckpointError('it must: none')", pages.CLASSES[errors.CheckpointError]),
+        ("engine/ppo/own_functions.py", "raise ValueError('it must: none')", "own-loss.md#1-write-it"),
         ("cli/check_loss.py", "raise errors.ConfigError('check-loss must: none')", "own-loss.md#2-check-it"),
         ("utils/files.py", "raise ValueError('a file must: none')", "troubleshooting.md"),
         ("rollout/x.py", "try: open('/')\nexcept OSError as e: raise errors.ConfigError('it must') from e", None),
@@ -87,3 +91,13 @@ def test_what_a_leaf_raises_belongs_to_its_caller(tmp_path: Path) -> None:
     with pytest.raises(errors.ConfigError) as again:
         raise errors.ConfigError("it must be: got it") from refused.value
     assert pages.page_of(again.value) == "troubleshooting.md#a-value-is-refused"
+
+
+def test_a_missing_script_and_a_missing_key_of_a_batch_lead_to_what_their_reader_is_at() -> None:
+    """Neither is about clusters or models, whose rooms raise them."""
+    with pytest.raises(errors.ConfigError, match="the entry script must be a file") as no_script:
+        entry_script("absent.py")
+    assert pages.page_of(no_script.value) == "troubleshooting.md#a-command-line-is-refused"
+    with pytest.raises(ValueError, match="a batch must have 'proximal_logprobs'") as no_key:
+        require_key(TensorDict({}, batch_size=[]), "proximal_logprobs", "a clipped loss", "Compute them")
+    assert pages.page_of(no_key.value) == "algorithms.md"
