@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, cast
 
 from arealite.api.alloc_mode import AllocationMode
@@ -42,6 +42,9 @@ OF_RUN = {
     "temperature": "gconfig.temperature",
 }
 """What a block of the top level that names its run (`RunBlock`) follows, by the field that it has for it."""
+
+_OF_FROZEN = ("dtype", "mb_spec", "fsdp", "torch_compile", "cast_lm_head_to_fp32")
+"""What a reference or teacher follows of the trained model."""
 
 
 def _same(block: str, other: str, *names: str) -> dict[str, str]:
@@ -172,8 +175,8 @@ class BaseExperimentConfig(ConfigBase):
             rollout.num_servers = rollout.num_servers or mode.gen_dp_size
             rollout.servers_sleep = mode.takes_turns
             rollout.weight_update = rollout.weight_update or ("disk" if mode.takes_turns else "broadcast")
-            lite = {one.name: getattr(self.lite, one.name) for one in fields(self.lite)}
-            rollout.colocated = ColocatedConfig(path=self.trained[1].path, **lite) if mode.is_colocated else None
+            path = self.trained[1].path
+            rollout.colocated = ColocatedConfig(path=path, **vars(self.lite)) if mode.is_colocated else None
 
 
 @dataclass
@@ -211,8 +214,7 @@ class DPOConfig(SFTConfig):
 
     DEFAULTS_FROM: ClassVar[dict[str, str]] = {
         **SFTConfig.DEFAULTS_FROM,
-        **_same("ref", "model", "path", "dtype", "attn_impl", "mb_spec", "fsdp", "torch_compile"),
-        **_same("ref", "model", "cast_lm_head_to_fp32"),
+        **_same("ref", "model", "path", "attn_impl", *_OF_FROZEN),
     }
     DATA_TYPE = "dpo"
 
@@ -253,13 +255,9 @@ class GRPOConfig(BaseExperimentConfig):
         **BaseExperimentConfig.DEFAULTS_FROM,
         "actor.max_new_tokens": "gconfig.max_new_tokens",
         "rollout.num_minibatches": "actor.ppo_n_minibatches",
-        **_same("ref", "actor", "path", "dtype", "attn_impl", "mb_spec", "fsdp", "torch_compile"),
-        **_same("ref", "actor", "cast_lm_head_to_fp32"),
-        **_same("teacher", "actor", "dtype", "mb_spec", "fsdp", "torch_compile", "cast_lm_head_to_fp32"),
-        **_same(
-            "eval_gconfig", "gconfig", "max_new_tokens", "min_new_tokens", "top_p", "top_k", "min_p", "temperature"
-        ),
-        **_same("eval_gconfig", "gconfig", "stop_token_ids", "stop"),
+        **_same("ref", "actor", "path", "attn_impl", *_OF_FROZEN),
+        **_same("teacher", "actor", *_OF_FROZEN),
+        **_same("eval_gconfig", "gconfig", *sorted(vars(GenerationHyperparameters()).keys() - {"n_samples", "greedy"})),
         "tokenizer_path": "actor.path",
         "actor.path": "tokenizer_path",
     }
