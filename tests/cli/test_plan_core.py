@@ -65,7 +65,7 @@ def test_the_lines_for_the_config_load_to_the_layout(tmp_path: Path, capsys: pyt
     price = PRICE | {"ref_inf": Cost(0.25, 0.25)}
     runs = [run_of(tmp_path / str(number), f"workers.actor.ranks={number}", *keys, price=price) for number in (1, 2)]
     costs = [word for run in runs for word in ("--costs", run)]
-    more = ("workers.actor.strategy=SPREAD", "workers.restarts=5")
+    more = ("workers.actor.strategy=SPREAD", "workers.restarts=5", "workers.rollout.num=2")
     assert main(["plan-core", PPO, *KEYS, *keys, *more, *costs, "--devices", "2"]) == 0
     output = capsys.readouterr().out
     text = output[output.index("workers:\n") :]
@@ -74,7 +74,8 @@ def test_the_lines_for_the_config_load_to_the_layout(tmp_path: Path, capsys: pyt
     layout = make_layout(config)
     assert rows(output)["1"][0] == ", ".join(f"{'+'.join(one.roles)} {one.num_ranks}" for one in layout)
     assert len(layout) == 2 and "share" in text
-    assert config.workers is not None and (layout[0].strategy, config.workers.restarts) == ("SPREAD", 5)
+    assert config.workers is not None and config.workers.rollout.num == 2
+    assert (layout[0].strategy, config.workers.restarts) == ("SPREAD", 5)
 
 
 def test_servers_that_are_waited_for_and_ranks_that_help_nothing_are_named(

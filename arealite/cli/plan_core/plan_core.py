@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import yaml
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
@@ -14,13 +15,13 @@ from arealite.api.cli_args import (
     BaseExperimentConfig,
     GRPOConfig,
     PPOConfig,
-    RoleConfig,
     SFTConfig,
     WorkersConfig,
     load_expr_config,
 )
 from arealite.api.config.checks import require
 from arealite.api.config.loader import given_value
+from arealite.api.config.types import ConfigBase
 from arealite.api.run_folder import RunFolder
 from arealite.cli.plan_core import prediction
 from arealite.cli.plan_core.prediction import Cost, Interval, Layout, Measurement
@@ -83,7 +84,8 @@ def plan_core(config_file: str, overrides: Sequence[str], run_folders: Sequence[
     rows = named | {str(number): one for number, one in enumerate(found[:_NUM_SHOWN], start=1)}
     console.print(_table(rows, shares, runs[0]))
     console.print("\n".join(_remarks(found, shares, prices[middle], runs[0], assumed)), soft_wrap=True)
-    console.print(f"\n{_yaml(found[0].workers)}", markup=False, soft_wrap=True)
+    block = yaml.safe_dump({"workers": _said(found[0].workers)}, default_flow_style=None, sort_keys=False)
+    console.print(f"\n{block}", end="", markup=False, soft_wrap=True)
     return 0
 
 
@@ -157,13 +159,8 @@ def _remarks(
             yield f"If {share:.0%} is serial, the best is {min(found, key=lambda one: one.rank(index))}."
 
 
-def _yaml(workers: WorkersConfig) -> str:
-    """Return the lines of a config file that say more than the defaults."""
-    lines = ["workers:"]
-    for name, value in vars(workers).items():
-        if isinstance(value, RoleConfig):
-            said = {key: one for key, one in vars(value).items() if one != getattr(RoleConfig(), key)}
-            value = f"{{{', '.join(f'{key}: {one}' for key, one in said.items())}}}" if said else None
-        if value not in (None, getattr(WorkersConfig(), name)):
-            lines.append(f"  {name}: {value}")
-    return "\n".join(lines)
+def _said(block: ConfigBase) -> dict[str, Any]:
+    """Return what a block of a config says that is no default."""
+    defaults = vars(type(block)())
+    said = {key: value for key, value in vars(block).items() if value != defaults[key]}
+    return {key: _said(value) if isinstance(value, ConfigBase) else value for key, value in said.items()}
