@@ -72,15 +72,10 @@ def evaluation_charts(row: Row, solved: Sequence[int]) -> list[Chart]:
     curve, low, high = ([row[f"sampled/pass@{k}{end}"] for k in ks] for end in ("", "_low", "_high"))
     points = {"type": "scatter", "x": ks}
     edge = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
-    style = {
-        "mode": "lines+markers",
-        "line": {"color": "--blue", "width": 2.5},
-        "marker": {"color": "--blue", "size": 7},
-    }
     traces = [
         points | edge | {"y": low, "showlegend": False},
         points | edge | {"y": high, "fill": "tonexty", "fillcolor": "--band", "name": "95 % interval"},
-        points | style | {"y": curve, "name": "pass@k"},
+        points | _marked("--blue") | {"y": curve, "name": "pass@k"},
     ]
     if (greedy := row.get("greedy/accuracy")) is not None:
         line = {"color": "--green", "width": 2, "dash": "dash"}
@@ -100,9 +95,7 @@ def chart(
     title: str, traces: list[Trace], *, unit: str = "", tickformat: str = "", exponentformat: str = "B", **layout: Any
 ) -> Chart:
     """Return a chart as the page draws it, no finer than a screen; `layout` is Plotly's."""
-    axis = {"rangemode": "tozero", "exponentformat": exponentformat} | (
-        {"tickformat": tickformat} if tickformat else {}
-    )
+    axis = {"rangemode": "tozero", "exponentformat": exponentformat, "tickformat": tickformat}
     return {"title": title, "unit": unit, "traces": [*map(thinned, traces)], "layout": {"yaxis": axis, **layout}}
 
 
@@ -136,8 +129,11 @@ def _smoothed(rows: Sequence[Row], key: str, colour: str) -> list[Trace]:
 
 
 def _evaluation(rows: Sequence[Row], key: str, colour: str, name: str = "") -> list[Trace]:
-    style = {"mode": "lines+markers", "line": {"color": colour, "width": 2.5}, "marker": {"color": colour, "size": 7}}
-    return _line(rows, key, colour, name, x="eval/version", **style)
+    return _line(rows, key, colour, name, x="eval/version", **_marked(colour))
+
+
+def _marked(colour: str) -> Trace:
+    return {"mode": "lines+markers", "line": {"color": colour, "width": 2.5}, "marker": {"color": colour, "size": 7}}
 
 
 def _held_out(rows: Sequence[Row]) -> Chart:

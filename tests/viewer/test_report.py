@@ -132,7 +132,7 @@ def test_a_reward_that_is_not_0_or_1_is_never_called_accuracy(tmp_path: Path) ->
     (card,) = [card for card in data["run"]["cards"] if card[0].startswith("Held")]
     assert card == ["Held-out reward", "0 → -0.75", "-0.75; 95 % interval -1 to -0.5"]
     (chart,) = data["run"]["charts"]
-    assert chart["title"] == "Held-out reward" and "tickformat" not in chart["layout"]["yaxis"]
+    assert chart["title"] == "Held-out reward" and chart["layout"]["yaxis"]["tickformat"] == ""
     (trace,) = chart["traces"]
     assert (trace["x"], trace["y"]) == ([0, 4], [0.0, -0.75])
     assert trace["error_y"]["array"] == [0.3, 0.25] and trace["error_y"]["arrayminus"] == [0.0, 0.25]
