@@ -50,7 +50,7 @@ def score_in_words(row: dict[str, Any], name: str) -> str:
 def describe(run: RunFolder, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what a run was, and the numbers of its `rows` of metrics, as plain values. Raises FileError."""
     with reading(run.config, yaml.YAMLError):
-        config_text = _read(run.config)
+        config_text = text_of(run.config)
         config = require_object(yaml.safe_load(config_text) or {})
         if (public := masked(config_text)) != config:
             config, config_text = public, yaml.safe_dump(public, sort_keys=False, allow_unicode=True)
@@ -69,7 +69,7 @@ def describe(run: RunFolder, rows: list[dict[str, Any]]) -> dict[str, Any]:
     with reading(run.metrics):
         shown += timeline(rows, published, way)
     with reading(run.summary):
-        summary |= require_object(json.loads(_read(run.summary) or "{}"))
+        summary |= require_object(json.loads(text_of(run.summary) or "{}"))
         cards = _cards(rows, summary)
         if rows and is_evaluation(rows[-1]):
             cards, table = evaluation_cards(rows[-1], summary), evaluation_table(rows[-1])
@@ -88,7 +88,8 @@ def describe(run: RunFolder, rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _read(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """Return what a file holds, if it is there."""
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 

@@ -20,7 +20,7 @@ from arealite.api.run_metrics import is_of_training, score_name
 from arealite.rollout.account.ledger_file import OUTCOME, open_for_reading
 from arealite.rollout.account.rollout_file import PER_TOKEN
 from arealite.utils.files import FileError, reading, require_object
-from arealite.viewer.describe import describe, is_run, score_in_words, state_of
+from arealite.viewer.describe import describe, is_run, score_in_words, state_of, text_of
 from arealite.viewer.index import RowIndex
 from arealite.viewer.plain import readable
 from arealite.viewer.samples import cut_segments, evaluations
@@ -220,8 +220,7 @@ class RunView:
 
     def _tokenizer(self) -> Path | None:
         with reading(self._run.config, yaml.YAMLError):
-            text = self._run.config.read_text(encoding="utf-8") if self._run.config.exists() else ""
-            return tokenizer_file(self._run, require_object(yaml.safe_load(text) or {}))
+            return tokenizer_file(self._run, require_object(yaml.safe_load(text_of(self._run.config)) or {}))
 
 
 class MetricsTail:
