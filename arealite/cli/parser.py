@@ -1,7 +1,5 @@
 """What the commands of `arealite` take: a function per command, in the order of --help."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any, TypeAlias
 

@@ -1,7 +1,5 @@
 """`arealite plan-core`: which layout of worker groups would make a step faster, by a model of what runs measured."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

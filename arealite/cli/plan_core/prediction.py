@@ -4,8 +4,6 @@ A call takes a serial part, and a parallel part times the share of the batch tha
 model: memory, and workers that slow each other down (on a CPU, more threads than cores).
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections import Counter, defaultdict
