@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 from arealite.api.errors import ConfigError
+from arealite.utils.http_server import HttpServer
 from arealite.utils.network import LOOPBACK
 from arealite.viewer.app import Viewer
 
@@ -21,7 +22,7 @@ async def _serve(viewer: Viewer, token: str, port: int) -> None:
     is_over = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, is_over.set)
-    server = viewer.server()
+    server = HttpServer(viewer.app, token)
     try:
         try:
             listening = await server.start(LOOPBACK, port)

@@ -18,7 +18,6 @@ from plotly.offline import get_plotlyjs
 
 from arealite.api.errors import AReaLiteError, ConfigError
 from arealite.utils.files import FileError
-from arealite.utils.http_server import HttpServer
 from arealite.utils.secret import is_authorized, is_loopback
 from arealite.viewer.index import StaleIndexError
 from arealite.viewer.plain import to_json
@@ -54,14 +53,14 @@ _QUESTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
 
 
 class Viewer:
-    """Serves the runs below a folder."""
+    """Answers about the runs below a folder."""
 
     def __init__(self, folder: Path, token: str) -> None:
         self._runs, self._token = Runs(folder), token
         self._files = {path.name: path.read_bytes() for path in PAGE.iterdir()}
         self._files["plotly.js"] = get_plotlyjs().encode()
-        self._app = web.Application(middlewares=[self._guard])
-        self._app.add_routes(
+        self.app = web.Application(middlewares=[self._guard])
+        self.app.add_routes(
             [
                 web.get("/", self._page),
                 web.get("/files/{name}", self._file),
@@ -71,9 +70,6 @@ class Viewer:
                 web.post("/api/export", self._export),
             ]
         )
-
-    def server(self) -> HttpServer:
-        return HttpServer(self._app, self._token)
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -18,6 +18,7 @@ import pytest
 from testing_views import write_metrics, write_run
 
 from arealite.cli.main import main
+from arealite.utils.http_server import HttpServer
 from arealite.viewer.app import Viewer
 
 TOKEN = "the token of the test"
@@ -30,7 +31,7 @@ def served(folder: Path, test: Callable[[Get], Awaitable[None]]) -> None:
     """Serve a folder to a test that asks by `get(path, headers, body, **query)` for status, headers and answer."""
 
     async def run() -> None:
-        server = Viewer(folder, TOKEN).server()
+        server = HttpServer(Viewer(folder, TOKEN).app, TOKEN)
         port = await server.start("127.0.0.1")
         try:
             async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
