@@ -31,6 +31,7 @@ from arealite.api.config.rollout import (
 from arealite.api.config.schema import MISSING, config_keys
 from arealite.api.config.types import Bool, ConfigBase, Finite, Name, NonNegativeInt, PositiveInt, RunBlock
 from arealite.api.config.workers import WorkersConfig
+from arealite.api.errors import ConfigError
 
 OF_RUN = {
     "experiment_name": "experiment_name",
@@ -138,23 +139,30 @@ class BaseExperimentConfig(ConfigBase):
 
     @property
     def trained(self) -> tuple[str, TrainEngineConfig]:
-        """Key and block of the model that is trained, which is also the one that is served."""
-        raise NotImplementedError(f"{type(self).__name__} must name the block of its model")
+        """Key and block of the model that is trained, `actor` or else `model`; it is also the one that is served."""
+        for key in ("actor", "model"):
+            if (block := getattr(self, key, None)) is not None:
+                return key, block
+        raise ConfigError(
+            "actor.path or model.path must be given: got neither. Set the one that the script trains; a config class "
+            "with another block must name it in `trained`."
+        )
 
     @property
     def sampling(self) -> GenerationHyperparameters | None:
         """How training episodes are sampled; None without servers."""
-        return None
+        return getattr(self, "gconfig", None)
 
     @property
     def has_reference(self) -> bool:
         """Whether each rank also holds a frozen copy of the model."""
-        return False
+        ref = getattr(self, "ref", None)  # a mapping where the script's own class judges it
+        return ref is not None and not (isinstance(ref, TrainEngineConfig) and ref.is_base_of(self.trained[1]))
 
     @property
     def has_critic(self) -> bool:
         """Whether each rank also trains a critic."""
-        return False
+        return getattr(self, "critic", None) is not None
 
     def validate(self) -> None:
         """Let the allocation name the servers, and refuse contradictions; experiments add their own."""
@@ -198,10 +206,6 @@ class SFTConfig(BaseExperimentConfig):
     model: TrainEngineConfig = field(default_factory=lambda: TrainEngineConfig(optimizer=OptimizerConfig()))
     """The model."""
 
-    @property
-    def trained(self) -> tuple[str, TrainEngineConfig]:
-        return "model", self.model
-
     def validate(self) -> None:
         """Refuse contradictions."""
         super().validate()
@@ -224,10 +228,6 @@ class DPOConfig(SFTConfig):
     """The policy."""
     ref: DPOEngineConfig = field(default_factory=DPOEngineConfig)
     """The reference; path, dtype and memory settings follow `model`."""
-
-    @property
-    def has_reference(self) -> bool:
-        return not self.ref.is_base_of(self.model)
 
     def validate(self) -> None:
         """Refuse contradictions."""
@@ -284,18 +284,6 @@ class GRPOConfig(BaseExperimentConfig):
     teacher: PPOActorConfig | None = None
     """The teacher of on-policy distillation; None is no teacher. Dtype and memory settings follow `actor`."""
 
-    @property
-    def trained(self) -> tuple[str, TrainEngineConfig]:
-        return "actor", self.actor
-
-    @property
-    def sampling(self) -> GenerationHyperparameters:
-        return self.gconfig
-
-    @property
-    def has_reference(self) -> bool:
-        return self.ref is not None and not self.ref.is_base_of(self.actor)
-
     def validate(self) -> None:
         """Apply `async_training`, fill in the choices of the algorithm and `top_k`, and refuse contradictions."""
         if not self.async_training:
@@ -328,10 +316,6 @@ class PPOConfig(GRPOConfig):
     """The critic. Path (its backbone), minibatches, dtype and memory settings follow `actor`."""
     critic_warmup_steps: NonNegativeInt = 0
     """Steps at the start in which only the critic learns."""
-
-    @property
-    def has_critic(self) -> bool:
-        return True
 
     def validate(self) -> None:
         """Refuse contradictions, and what the critic lacks."""
@@ -370,10 +354,6 @@ class EvalConfig(BaseExperimentConfig):
     """How it is answered once more, greedily; what is not given follows `gconfig`. Null leaves this out."""
     pass_at_k: list[PositiveInt] | None = None
     """Numbers k of samples for which pass@k is estimated; None is 1, 2, 4, .. and `gconfig.n_samples`."""
-
-    @property
-    def trained(self) -> tuple[str, TrainEngineConfig]:
-        return "model", self.model
 
     @property
     def sampling(self) -> GenerationHyperparameters:

@@ -57,22 +57,6 @@ class RunConfig(BaseExperimentConfig):
     eval_gconfig: GenerationHyperparameters | None = None
     """Sampling of evaluations."""
 
-    @property
-    def trained(self) -> tuple[str, TrainEngineConfig]:
-        if self.actor is not None:
-            return "actor", self.actor
-        if self.model is not None:
-            return "model", self.model
-        raise ConfigError("actor.path or model.path must be given: got neither. Set the one that the script trains.")
-
-    @property
-    def sampling(self) -> GenerationHyperparameters | None:
-        return self.gconfig
-
-    @property
-    def has_reference(self) -> bool:
-        return self.ref is not None
-
     def validate(self) -> None:
         names_servers = self.allocation is not None and self.allocation.gen_backend is not None
         if self.rollout is None and (self.gconfig is not None or (self.actor is not None and names_servers)):

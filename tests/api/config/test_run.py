@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig
+from arealite.api.cli_args import (
+    BaseExperimentConfig,
+    DPOConfig,
+    EvalConfig,
+    GRPOConfig,
+    LoRAConfig,
+    PPOActorConfig,
+    PPOConfig,
+    RWConfig,
+    SFTConfig,
+)
 from arealite.api.config.run import RunConfig, load_run_config
 from arealite.api.errors import ConfigError
 
@@ -108,3 +118,35 @@ def test_a_script_that_loads_a_class_of_ours_is_judged_by_it_before_anything_sta
         load(*words, override, script=script)
     assert told in str(error.value)
     assert isinstance(load(*words, "my_knob=1", script=script.replace("GRPO", "My")), RunConfig)
+
+
+@pytest.mark.parametrize(
+    ("config", "trained", "has_sampling", "has_reference", "has_critic"),
+    [
+        (SFTConfig(), "model", False, False, False),
+        (RWConfig(), "model", False, False, False),
+        (DPOConfig(), "model", False, True, False),
+        (GRPOConfig(), "actor", True, False, False),
+        (GRPOConfig(ref=PPOActorConfig()), "actor", True, True, False),
+        (PPOConfig(), "actor", True, False, True),
+        (EvalConfig(), "model", True, False, False),
+        (RunConfig(actor=PPOActorConfig(), ref={}), "actor", False, True, False),
+    ],
+)
+def test_the_blocks_tell_what_is_trained_and_held(
+    config: BaseExperimentConfig, trained: str, has_sampling: bool, has_reference: bool, has_critic: bool
+) -> None:
+    assert config.trained == (trained, getattr(config, trained))
+    found = (config.sampling is not None, config.has_reference, config.has_critic)
+    assert found == (has_sampling, has_reference, has_critic)
+
+
+@pytest.mark.parametrize("config", [DPOConfig(), GRPOConfig(ref=PPOActorConfig())])
+def test_a_reference_that_a_policy_with_adapters_contains_is_none(config: BaseExperimentConfig) -> None:
+    config.trained[1].lora = LoRAConfig()
+    assert not config.has_reference
+
+
+def test_a_config_without_a_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"actor.path or model.path must be given: got neither. Set the one"):
+        _ = RunConfig().trained
