@@ -74,14 +74,14 @@ def load_run_config(argv: Sequence[str], entry: Path | None = None) -> BaseExper
     If the script `entry` loads a config class of ours, that class refuses what the script would refuse, before anything
     starts. A class of its own judges its keys at the top level and in the block of a model itself.
     """
-    calls = script_calls(entry) if entry is not None else []
+    nodes = _nodes(entry) if entry is not None else []
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
     loads = [call for call in calls if last_name(call.func) == "load_expr_config" and len(call.args) == 2]
     classes = (GRPOConfig, PPOConfig, SFTConfig, DPOConfig, RWConfig, EvalConfig)
     ours: dict[str, type[BaseExperimentConfig]] = {cls.__name__: cls for cls in classes}
     names = {last_name(call.args[1]) for call in loads}
     cls = ours.get(names.pop(), RunConfig) if len(names) == 1 else RunConfig
     config = load_expr_config(argv, cls, ignore_unknown=cls is RunConfig)[0]
-    nodes = _nodes(entry) if entry is not None else []
     if any(isinstance(node, ast.ImportFrom) and node.module in _OF_MASTERS for node in nodes):
         checks.check_workers(config.workers)
     return config
