@@ -91,15 +91,13 @@ def count_micro_batches(lengths: Sequence[int], min_groups: int = 1, max_tokens:
         return num_groups
     sizes = [min(length, max_tokens) for length in lengths]
     num_large = sum(2 * size > max_tokens for size in sizes)  # no two of them fit together
-    too_few = max(num_groups, num_large, -(-sum(sizes) // max_tokens)) - 1
-    enough = max(too_few + 1, len(_best_fit(sizes, max_tokens)))
-    while enough - too_few > 1:  # more groups never make the largest one larger
-        num_groups = (too_few + enough) // 2
-        if _split_evenly(sizes, num_groups)[1] <= max_tokens:
-            enough = num_groups
-        else:
-            too_few = num_groups
-    return enough
+    fewest = max(num_groups, num_large, -(-sum(sizes) // max_tokens))
+    enough = max(fewest, len(_best_fit(sizes, max_tokens)))
+
+    def fits(count: int) -> bool:  # more groups never make the largest one larger
+        return _split_evenly(sizes, count)[1] <= max_tokens
+
+    return bisect.bisect_left(range(enough), True, lo=fewest, key=fits)
 
 
 def _longest_first(sizes: Sequence[int]) -> list[int]:
