@@ -19,6 +19,7 @@ from arealite.utils.chat_text import ChatText, Message
 _FUNCTION = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 _TEXT = {"content": "text", "repeats": True, "join": "\n"}  # the parser would keep only the last piece of several
 _JSON = {"content": "json", "repeats": True, "transform": _FUNCTION}
+_XML = {"content": "xml-inline", "repeats": True, "transform": _FUNCTION}
 _THOUGHTS = (  # how models frame what they think, if their chat template says so too
     {"open": "<think>", "close": "</think>"},
     {"open": "<|channel|>analysis<|message|>", "close_pattern": r"<\|end\|>|$"},
@@ -32,20 +33,16 @@ _CALLS: tuple[dict[str, Any], ...] = (
         "transform": {"type": "function", "function": "{content}"},
     },
     {  # <tool_call><function=f><parameter=a>1</parameter></function></tool_call>
+        **_XML,
         "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
         "close_pattern": r"</function>\s*</tool_call>",
-        "content": "xml-inline",
         "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
-        "repeats": True,
-        "transform": _FUNCTION,
     },
     {  # <tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>
+        **_XML,
         "open_pattern": r"\s*<tool_call>(?P<name>[^<\s{]+)",
         "close": "</tool_call>",
-        "content": "xml-inline",
         "content_args": {"tag_pattern": r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"},
-        "repeats": True,
-        "transform": _FUNCTION,
     },
     {  # to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>, the channel before or after the recipient
         **_JSON,
@@ -89,16 +86,14 @@ _CALLS: tuple[dict[str, Any], ...] = (
         "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
     },
     {  # <|tool_call_start|>[f(a=1)]<|tool_call_end|>, one call
+        **_XML,
         "open_pattern": r"\s*<\|tool_call_start\|>\[(?P<name>\w+)\(",
         "close_pattern": r"\)\]<\|tool_call_end\|>",
-        "content": "xml-inline",
         "content_args": {
             "tag_pattern": r"(?P<key>\w+)=(?P<value>'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\[[^\[\]]*\]|\{[^{}]*\}"
             r"|[^,'\"\[\]{}()]+)(?:,\s*|$)",
             "value_parser": {"name": "json", "args": {"string_delims": [["'", "'"]], "allow_non_json": True}},
         },
-        "repeats": True,
-        "transform": _FUNCTION,
     },
     {  # {"name": "f", "parameters": {"a": 1}}, and nothing else
         **_JSON,
@@ -246,22 +241,18 @@ def _parsed(template: dict[str, Any], text: str, prefix: str, tools: list[Any] |
 
 def _checked(calls: list[Any]) -> list[Message]:
     """Return calls that each have a name and arguments."""
+    checked: list[Message] = []
     for call in calls:
         function = call.get("function") if isinstance(call, dict) else None
-        name, arguments = (
-            (function.get(key) for key in ("name", "arguments")) if isinstance(function, dict) else ("", 0)
-        )
-        if not (isinstance(name, str) and name.strip() and isinstance(arguments, dict)):
-            raise MalformedCall(f"calls of tools must have a name and an object of arguments: got {function!r}")
+        match function:
+            case {"name": str(name), "arguments": dict(arguments)} if name.strip():
+                pass
+            case _:
+                raise MalformedCall(f"calls of tools must have a name and an object of arguments: got {function!r}")
         try:  # Python reads more than clients do
             json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()
         except (ValueError, RecursionError) as error:
             raise MalformedCall(f"calls of tools must be JSON: got {error}") from error
-    return [
-        {
-            **({"id": call["id"]} if isinstance(call.get("id"), str) else {}),
-            "type": "function",
-            "function": {key: call["function"][key] for key in ("name", "arguments")},
-        }
-        for call in calls
-    ]
+        own_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        checked.append({**own_id, "type": "function", "function": {"name": name, "arguments": arguments}})
+    return checked
