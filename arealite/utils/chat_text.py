@@ -6,7 +6,7 @@ and the next one, `ChatText.append` its token ids after those that were sampled.
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jinja2
@@ -120,10 +120,11 @@ class ChatText:
 
     def hidden(self, messages: Sequence[Message], text: str) -> Message | None:
         """Return the first of the messages whose content is not in the text, as some templates drop tools' results."""
-        for message in messages:
-            texts = [text.strip() for text in texts_of(message)] if message["role"] != "assistant" else []
-            if not all(any(form in text for form in _forms(one)) for one in texts):
-                return message
+        for message in (one for one in messages if one["role"] != "assistant"):
+            for part in map(str.strip, texts_of(message)):
+                forms = part, json.dumps(part)[1:-1], json.dumps(part, ensure_ascii=False)[1:-1]  # or within JSON
+                if not any(form in text for form in forms):
+                    return message
         return None
 
     def _from_end(self, after: str, dummy: Message, tools: list[Any] | None) -> str:
@@ -164,12 +165,11 @@ class ChatText:
     def _wants_objects(self) -> bool:
         """Whether the template wants the arguments of a call as an object, or as JSON."""
         call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {SENTINEL: SENTINEL}}}
-        self._takes_objects = True
-        if SENTINEL in self._attempt([_ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}], asks=False):
+        called: list[Message] = [_ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        if SENTINEL in self._attempt(called, asks=False):
             return True
         self._takes_objects = False
-        text = self._attempt([_ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}], asks=False)
-        return SENTINEL not in text
+        return SENTINEL not in self._attempt(called, asks=False)
 
     def _attempt(self, messages: list[Message], *, asks: bool = True) -> str:
         try:
@@ -204,10 +204,3 @@ def texts_of(message: Message) -> list[str]:
     """Return the texts that a message consists of, one for each of its parts that has one."""
     content = message.get("content") or ""
     return [content] if isinstance(content, str) else [part.get("text") or "" for part in content]
-
-
-def _forms(text: str) -> Iterator[str]:
-    """Yield a text as templates write it: as it is, or within JSON."""
-    yield text
-    yield json.dumps(text)[1:-1]
-    yield json.dumps(text, ensure_ascii=False)[1:-1]
