@@ -101,16 +101,12 @@ def empty_folder(folder: Path, *, keep: Iterable[str]) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file of JSON lines; without a file there are none."""
-    return list(iter_jsonl(path)) if path.exists() else []
-
-
-def iter_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Read a file of JSON lines row by row; a last line that a crash cut off is no row."""
+    """Return the rows of a file of JSON lines; without a file there are none, and a last line that a crash cut off is
+    no row."""
+    if not path.exists():
+        return []
     with reading(path), path.open(encoding="utf-8") as lines:
-        for line in lines:
-            if line.endswith("\n"):
-                yield require_object(json.loads(line))
+        return [require_object(json.loads(line)) for line in lines if line.endswith("\n")]
 
 
 def keep_rows(path: Path, key: str, *, before: int, then: Iterable[Mapping[str, Any]] = ()) -> None:
