@@ -119,14 +119,11 @@ def _connect(address: tuple[str, int], timeout_s: float) -> socket.socket:
     while True:
         try:
             link = socket.create_connection(address, timeout=max(deadline - time.monotonic(), 0.1))
-        except (ConnectionError, TimeoutError):
-            raise
-        except OSError:
-            if time.monotonic() > deadline:
+            break
+        except OSError as error:
+            if isinstance(error, ConnectionError | TimeoutError) or time.monotonic() > deadline:
                 raise
             time.sleep(_LOOK_AGAIN_S)
-        else:
-            break
     interval_s = max(1, int(timeout_s / 5))
     link.settimeout(None)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
