@@ -26,17 +26,14 @@ _LOOPBACKS = (LOOPBACK, "localhost", "::1")
 _FORMED = "formed"  # key that rank 0 sets when every rank is there
 
 
-class _Named(Protocol):
+class _Spec(Protocol):
     @property
     def name(self) -> str: ...
-
-
-class _Owned(Protocol):
     @property
     def owner(self) -> int: ...
 
 
-Spec = TypeVar("Spec", bound=_Named)
+Spec = TypeVar("Spec", bound=_Spec)
 
 
 @dataclass
@@ -139,7 +136,7 @@ def _forming(name: str, address: str, port: int, world_size: int, timeout_s: flo
         ) from error
 
 
-def senders_of(buckets: Iterable[Iterable[_Owned]]) -> list[int]:
+def senders_of(buckets: Iterable[Iterable[_Spec]]) -> list[int]:
     """Return the ranks of the trainer that send, in the order in which their groups form."""
     return sorted({spec.owner for bucket in buckets for spec in bucket})
 
