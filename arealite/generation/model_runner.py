@@ -142,8 +142,7 @@ class ModelRunner:
         output = self.model(
             **inputs, position_ids=positions, use_cache=False, logits_to_keep=logits_to_keep, slot_step=step
         )
-        logits: torch.Tensor = output.logits
-        return logits
+        return output.logits
 
     def _check_against_reference(self) -> None:
         """Refuse a model whose prefill or decoding of a few tokens differs from its own attention."""

@@ -160,8 +160,7 @@ class Server:
     def _encode(self, text: str | None) -> list[int]:
         if self._tokenizer is None:
             raise ValueError("text must have a tokenizer: got a model folder without one. Send input_ids.")
-        tokens: list[int] = self._tokenizer.encode(text)
-        return tokens
+        return self._tokenizer.encode(text)
 
     def _images(self, image_data: tuple[str, ...]) -> Images:
         """Return equal images as one object, which samples of a group share."""

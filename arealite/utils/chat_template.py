@@ -175,8 +175,7 @@ def _difference(tokenizer: Any, kept: list[int], prompt: list[int]) -> tuple[str
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
-    encoded: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return encoded
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def _message(role: str, content: str) -> dict[str, str]:

@@ -48,8 +48,7 @@ class HttpServer:
         loop.set_exception_handler(self._report)
         await self._runner.setup()
         self._server = await loop.create_server(self._accept, host, port)
-        listening: int = self._server.sockets[0].getsockname()[1]
-        return listening
+        return self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
         """Stop listening, if it has started, give requests in progress a moment, and hang up."""

@@ -30,8 +30,7 @@ def hold_port(host: str = LOOPBACK, port: int = 0) -> socket.socket:
 
 
 def port_of(holder: socket.socket) -> int:
-    port: int = holder.getsockname()[1]
-    return port
+    return holder.getsockname()[1]
 
 
 def host_ip(toward: str = "192.0.2.1") -> str:
@@ -41,8 +40,7 @@ def host_ip(toward: str = "192.0.2.1") -> str:
             probe.connect((toward, 9))  # UDP connect only picks a route, nothing is sent; the default is no one's
         except OSError:
             return LOOPBACK
-        address: str = probe.getsockname()[0]
-        return address
+        return probe.getsockname()[0]
 
 
 def address_toward(peer: str) -> str:

@@ -33,5 +33,4 @@ class StopStrings:
         return num_tokens
 
     def _text(self, output_ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(output_ids[-self._window :], skip_special_tokens=False)
-        return text
+        return self._tokenizer.decode(output_ids[-self._window :], skip_special_tokens=False)

@@ -145,8 +145,7 @@ def unit_lengths(attention_mask: torch.Tensor, rows_per_unit: int = 1) -> list[i
             f"the rows of a rank must come in units of {rows_per_unit}: got {num_rows} rows. Keep units together."
         )
     counts_B = np.count_nonzero(attention_mask.cpu().numpy(), axis=1)  # 13 times as fast as torch's sum of a mask
-    lengths: list[int] = counts_B.reshape(-1, rows_per_unit).sum(axis=1).tolist()
-    return lengths
+    return counts_B.reshape(-1, rows_per_unit).sum(axis=1).tolist()
 
 
 def real_entries(batch: TensorDict, key: str) -> torch.Tensor | None:
