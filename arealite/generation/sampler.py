@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from arealite.generation.request import SamplingParams
+from arealite.utils.seeding import splitmix64
 
 _RANDOM_BITS = 48  # few enough that u * total < total holds in float64 for every u < 1
 
@@ -20,14 +21,6 @@ def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[
         state = splitmix64(seeds.astype(np.uint64)) + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         bits = splitmix64(state) >> np.uint64(64 - _RANDOM_BITS)
     return bits.astype(np.float64) * 2.0**-_RANDOM_BITS
-
-
-def splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Scramble 64-bit integers."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 class SamplingRows:

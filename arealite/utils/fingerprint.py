@@ -13,6 +13,8 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from arealite.utils.seeding import splitmix64
+
 _BLOCK = 2**18  # elements after which factors repeat, times a power of `_FACTOR`; also the size of one computation
 _FACTOR = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
@@ -55,8 +57,5 @@ def model_fingerprint(tensors: Mapping[str, int]) -> str:
 @functools.cache
 def _factors_of_block(device: torch.device) -> torch.Tensor:
     """Return the factors of the first block: splitmix64 of their index, made odd."""
-    state = (np.arange(1, _BLOCK + 1, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    state = (state ^ (state >> np.uint64(31))) | np.uint64(1)
-    return torch.from_numpy(state.view(np.int64)).to(device)
+    factors = splitmix64(np.arange(_BLOCK, dtype=np.uint64) * np.uint64(_FACTOR)) | np.uint64(1)
+    return torch.from_numpy(factors.view(np.int64)).to(device)

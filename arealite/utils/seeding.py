@@ -1,4 +1,5 @@
-"""The random number generators of a process: one seed for all of them, and their states as plain data."""
+"""The random number generators of a process: one seed for all of them, and their states as plain data; and a hash for
+numbers that must not depend on how many were drawn before."""
 
 import random
 from collections.abc import Mapping
@@ -6,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 
 def seed_everything(seed: int) -> None:
@@ -13,6 +15,14 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Scramble 64-bit integers."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 def rng_state() -> dict[str, Any]:
