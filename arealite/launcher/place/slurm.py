@@ -22,7 +22,6 @@ from arealite.api.errors import ConfigError
 from arealite.inference.backends import kind_of
 from arealite.launcher.place.local import READ_BYTES
 from arealite.launcher.place.relay import RelayPlace, RelaySlot
-from arealite.launcher.plan.jobs import plan_lines
 from arealite.launcher.plan.plan import Placement, Plan, Run
 from arealite.launcher.supervise.run import command, launch
 from arealite.launcher.supervise.supervisor import NODE_LOST
@@ -137,7 +136,7 @@ def step_command(config: LauncherConfig, placement: Placement, *, node: str, tow
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
     description = "Start inference servers and trainer on the nodes of the Slurm allocation that this runs in."
-    return command(argv, _launch, prog="arealite.launcher.place.slurm", description=description)
+    return command(argv, _launch, prog="arealite.launcher.place.slurm", description=description, by="Slurm")
 
 
 def ask_slurm(*command: str) -> str:
@@ -151,11 +150,8 @@ def ask_slurm(*command: str) -> str:
     return done.stdout
 
 
-def _launch(run: Run, args: argparse.Namespace) -> int:
+def _launch(run: Run, _: argparse.Namespace) -> int:
     """Run in the allocation, and give a broken one back."""
-    if args.dry_run:
-        print("\n".join(plan_lines(run, by="Slurm")))
-        return 0
     place = SlurmPlace(ask_slurm("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split())
     number = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     restart = f"Slurm has started the job again ({number})" if number else None

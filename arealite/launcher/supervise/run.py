@@ -37,14 +37,8 @@ EPILOG = (
 
 def main(argv: Sequence[str] | None, place: Place, *, name: str, description: str) -> int:
     """Run the command line of a launcher that starts the run itself, and return its exit status."""
-
-    def act(run: Run, args: argparse.Namespace) -> int:
-        if args.dry_run:
-            print("\n".join(plan_lines(run, by=name)))
-            return 0
-        return launch(run, place)
-
-    return command(argv, act, prog=f"arealite.launcher.{name.lower()}", description=description)
+    prog = f"arealite.launcher.{name.lower()}"
+    return command(argv, lambda run, _: launch(run, place), prog=prog, description=description, by=name)
 
 
 def command(
@@ -53,11 +47,13 @@ def command(
     *,
     prog: str,
     description: str,
+    by: str | None = None,
     epilog: str = EPILOG,
     flags: Mapping[str, str] | None = None,
 ) -> int:
     """Parse the command line that all launchers have, check it and return what `act` makes of it, or 2 for a
-    ConfigError, which is printed; `flags` are more than `--dry-run`."""
+    ConfigError, which is printed; `flags` are more than `--dry-run`. That shows the plan of the launcher `by`, or is
+    left to `act` without a name."""
     parser = Parser(prog=f"python3 -m {prog}", description=description, epilog=epilog)
     parser.add_argument("entry", help="script with the training loop, e.g. examples/arealite/gsm8k_grpo.py")
     parser.add_argument("--config", metavar="FILE.yaml", required=True, help="config of the experiment")
@@ -80,6 +76,9 @@ def command(
             )
         if args.dry_run:
             preflight(run, is_dry_run=True)
+        if args.dry_run and by is not None:
+            print("\n".join(plan_lines(run, by=by)))
+            return 0
         return act(run, args)
     except ConfigError as error:
         show_refusal(error)
