@@ -37,9 +37,8 @@ class GenerationRequest:
     input_ids: tuple[int, ...]
     params: SamplingParams
     returns_kept: bool = False  # whether the result has the ids that each token was sampled from
-    images: Images | None = (
-        None  # what the placeholders among `input_ids` stand for; requests that share it, prefill once
-    )
+    # What the placeholders among `input_ids` stand for; requests that share it, prefill once.
+    images: Images | None = None
 
 
 @dataclass(frozen=True)
