@@ -102,9 +102,8 @@ def launch(
     end as well. The caller's other child processes must not be started meanwhile.
     """
     place.check(run.config, run.plan)
-    if (
-        run.config.recover.mode == "resume" and run.folder.newest_checkpoint < 0
-    ):  # whether it is whole, the trainer says
+    # Whether it is whole, the trainer says.
+    if run.config.recover.mode == "resume" and run.folder.newest_checkpoint < 0:
         raise ConfigError(
             f"{run.folder.recover} must hold a checkpoint for recover.mode=resume: got none. Set recover.mode=auto to "
             "start afresh."
@@ -179,7 +178,8 @@ async def _run(run: Run, place: Place, secret: str, restart: str | None) -> int:
             end = await Supervisor(run, place, registry, secret).supervise(restart, pause_s(num_restarts))
             if folder.newest_checkpoint > progress:
                 num_restarts, progress = 0, folder.newest_checkpoint
-            is_hopeless = end.is_refusal or end.status == CONFIG_FAILED or (end.is_mistake and not folder.has_begun)
+            # A program that ended by itself, rather than by a signal or with its node, would again at the start.
+            is_hopeless = end.is_refusal or end.status == CONFIG_FAILED or (end.status == 1 and not folder.has_begun)
             if not end.is_failure or is_hopeless or num_restarts == retries:
                 return end.status
             num_restarts += 1

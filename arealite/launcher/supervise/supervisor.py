@@ -77,11 +77,6 @@ class ExitReason:
         return self.output is not None and any(_REFUSAL.match(line) for line in self.output.tail)
 
     @property
-    def is_mistake(self) -> bool:
-        """Whether a program ended by itself, rather than by a signal or with its node; it would again at the start."""
-        return self.status == 1
-
-    @property
     def page(self) -> str:
         """Which page says more; empty where the program's own last words do."""
         if _NO_MEMORY in self.reason:
@@ -148,13 +143,10 @@ class Supervisor:
             finally:
                 await self._stop()
             if (output := reason.output) is not None:
-                if output.unseen or not output.tail:
-                    last = (
-                        f"its last {len(output.unseen)} lines that are not above:"
-                        if output.tail
-                        else "it wrote nothing"
-                    )
-                    self._say(f"{reason.reason}; {last}")
+                if not output.tail:
+                    self._say(f"{reason.reason}; it wrote nothing")
+                elif output.unseen:
+                    self._say(f"{reason.reason}; its last {len(output.unseen)} lines that are not above:")
                 for line in output.unseen:
                     self._console.line(f"    {line}")
                 self._say(f"the whole log of {output.name}: {output.path}")
