@@ -6,6 +6,7 @@ of their slots, which no sequence uses: the last token of the longest sequence h
 
 # n sequences, L cached tokens, V vocabulary
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +37,7 @@ class FixedShapes:
         self._forward = forward
         self._slots, self._context = slots, context
         self._inputs_3n = torch.zeros(3, slots, dtype=torch.int64, device=device)
-        self._replays: dict[tuple[int, int], Callable[[], torch.Tensor]] = {}
+        self._replay_of = functools.lru_cache(maxsize=MAX_SHAPES)(self._prepared)
         self._pool: Any = None  # memory that all graphs share
         self._logits_nV: torch.Tensor | None = None  # so that none keeps its own
 
@@ -49,16 +50,11 @@ class FixedShapes:
         self._inputs_3n[:, :n].copy_(inputs_3n)
         self._inputs_3n[:, n:num_rows] = 0
         self._inputs_3n[1, n:num_rows] = self._context - 1
-        if (replay := self._replays.pop(shape, None)) is None:
-            if len(self._replays) == MAX_SHAPES:
-                del self._replays[next(iter(self._replays))]  # the one that was not used for longest
-            replay = self._prepared(*shape)
-        self._replays[shape] = replay
-        return replay()[:n]
+        return self._replay_of(*shape)()[:n]
 
     def forget(self) -> None:
         """Prepare every shape anew, as the weights have moved."""
-        self._replays.clear()
+        self._replay_of.cache_clear()
 
     def _prepared(self, num_rows: int, length: int) -> Callable[[], torch.Tensor]:
         """Return what runs a step of one shape on the inputs."""

@@ -61,10 +61,17 @@ def test_few_shapes_serve_all_steps() -> None:
 def test_as_many_shapes_are_prepared_as_were_used_last() -> None:
     fixed = FixedShapes(lambda inputs_3n, _: inputs_3n[0], slots=64, context=32_768, device=torch.device("cpu"))
     first = (64, 32_768)
+    shapes = {first}
     for n in (1, 2, 4, 8, 16, 32, 48, 64):
         for length in range(256, 32_769, 256):
             fixed.decode(torch.zeros(3, n, dtype=torch.int64), length)
             fixed.decode(torch.zeros(3, first[0], dtype=torch.int64), first[1])
-    assert len(fixed._replays) == MAX_SHAPES and first in fixed._replays
-    assert not any(num_rows < 16 for num_rows, _ in fixed._replays)
+            shapes.add((rounded(n, step=16, limit=64), rounded(length, step=LENGTH_STEP, limit=32_768)))
+    prepared = fixed._replay_of.cache_info()
+    assert len(shapes) > MAX_SHAPES == prepared.currsize
+    assert prepared.misses == len(shapes), "the shape that is used all the time is prepared once"
+    fixed.decode(torch.zeros(3, 8, dtype=torch.int64), 32_768)
+    assert fixed._replay_of.cache_info().misses == len(shapes) + 1, "those of fewer than 16 rows are gone"
+    fixed.forget()
+    assert fixed._replay_of.cache_info().currsize == 0
     assert len({rounded(length, step=LENGTH_STEP, limit=32_768) for length in range(1, 32_769)}) < 50
