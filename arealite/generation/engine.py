@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -26,6 +27,7 @@ from arealite.generation.slot_table import SlotTable
 from arealite.utils import heartbeat, trace
 from arealite.utils.images import placeholder_mask
 from arealite.utils.stop_strings import StopStrings
+from arealite.utils.threads import resolve
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -189,15 +191,7 @@ class GenerationEngine:
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run a function in the engine's thread between two steps."""
         future: Future[T] = Future()
-
-        def run() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(function())
-                except Exception as error:  # the future raises it in the caller's thread
-                    future.set_exception(error)
-
-        self._post(run)
+        self._post(partial(resolve, future, function))
         return future
 
     def stats(self) -> EngineStats:

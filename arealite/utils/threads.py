@@ -32,7 +32,7 @@ class DaemonThreads(ThreadPoolExecutor):
             if not self._idle.acquire(blocking=False) and self._num_left:
                 self._num_left -= 1
                 threading.Thread(target=self._run_calls, name=self._name, daemon=True).start()
-            self._calls.put(partial(_run, future, partial(function, *args, **kwargs)))
+            self._calls.put(partial(resolve, future, partial(function, *args, **kwargs)))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -50,7 +50,7 @@ class DaemonThreads(ThreadPoolExecutor):
 def start_thread(function: Callable[..., T], *args: Any) -> Future[T]:
     """Call a blocking function in a thread of its own, and return at once."""
     future: Future[T] = Future()
-    threading.Thread(target=_run, args=(future, partial(function, *args)), name="call", daemon=True).start()
+    threading.Thread(target=resolve, args=(future, partial(function, *args)), name="call", daemon=True).start()
     return future
 
 
@@ -59,7 +59,8 @@ async def in_thread(function: Callable[..., T], *args: Any) -> T:
     return await asyncio.wrap_future(start_thread(function, *args))
 
 
-def _run(future: Future[T], function: Callable[[], T]) -> None:
+def resolve(future: Future[T], function: Callable[[], T]) -> None:
+    """Call a function for the result of a future, unless that was cancelled."""
     if not future.set_running_or_notify_cancel():
         return
     try:
