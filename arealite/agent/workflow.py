@@ -32,6 +32,7 @@ from arealite.api.cli_args import AgentConfig, GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import AgentError
 from arealite.api.workflow_api import RolloutWorkflow
+from arealite.utils.tasks import gathered
 from arealite.utils.tensors import concat_padded_tensors
 from arealite.utils.threads import DaemonThreads, in_thread
 
@@ -71,12 +72,7 @@ class AgentWorkflow(RolloutWorkflow):
         """Run the agent on one row, as often as a group has samples."""
         if self._proxy is None:
             await in_thread(self._open)
-        runs = [asyncio.create_task(self._run(engine, data, sample)) for sample in range(self.gconfig.n_samples)]
-        try:
-            rows = await asyncio.gather(*runs)
-        finally:
-            for run in runs:
-                run.cancel()
+        rows = await gathered(self._run(engine, data, sample) for sample in range(self.gconfig.n_samples))
         kept = [one for one in rows if one is not None]
         return concat_padded_tensors(kept) if len(kept) == len(rows) else None
 

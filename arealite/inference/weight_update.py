@@ -27,6 +27,7 @@ from arealite.inference.update_state import LAST_WORD_S, FrozenHolders, WeightUp
 from arealite.utils import trace
 from arealite.utils.distributed import meeting_address
 from arealite.utils.network import LOOPBACK, hold_port, port_of
+from arealite.utils.tasks import gathered
 from arealite.utils.threads import in_thread
 from arealite.utils.weight_transfer import group_of, senders_of
 
@@ -425,9 +426,4 @@ class WeightReceiver:
                     raise
                 return None
 
-        tasks = [asyncio.create_task(call_one(server)) for server in servers]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+        return await gathered(call_one(server) for server in servers)

@@ -1,4 +1,4 @@
-"""Background tasks of one owner, in one event loop.
+"""Tasks that run at once, and background tasks of one owner in one event loop.
 
 Invariant: no task dies silently. A failure is logged when it happens and raised by the owner's next `check`. Only the
 message of an error is logged: asyncio would report a forgotten task by its repr, and that of an HTTP error shows the
@@ -7,8 +7,20 @@ headers of the request, and with them the secret of the run.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Hashable
-from typing import Any
+from collections.abc import Callable, Coroutine, Hashable, Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def gathered(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results of coroutines that run at once, each in a task; the first error cancels the others."""
+    tasks = [asyncio.create_task(one) for one in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 class BackgroundTasks:

@@ -7,7 +7,6 @@ sampled token is trained on in exactly one row, and is context in the others.
 
 # b rows of one run, S tokens
 
-import asyncio
 import itertools
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
@@ -19,17 +18,13 @@ from tensordict import TensorDict
 
 from arealite.api.errors import TrajectoryError
 from arealite.api.io_struct import ModelResponse
+from arealite.utils.tasks import gathered
 from arealite.utils.tensors import concat_padded_tensors
 
 
 async def sample_group(run: Callable[[int], Coroutine[Any, Any, TensorDict]], num_samples: int) -> TensorDict:
     """Await `run(sample)` for all samples of a prompt at once and join their rows; the first error cancels the rest."""
-    samples = [asyncio.create_task(run(sample)) for sample in range(num_samples)]
-    try:
-        return concat_padded_tensors(await asyncio.gather(*samples))
-    finally:
-        for sample in samples:
-            sample.cancel()
+    return concat_padded_tensors(await gathered(run(sample) for sample in range(num_samples)))
 
 
 @dataclass

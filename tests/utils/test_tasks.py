@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from arealite.utils.tasks import BackgroundTasks
+from arealite.utils.tasks import BackgroundTasks, gathered
 
 logger = logging.getLogger("arealite.test")
 SECRET = "0123456789abcdef"
@@ -113,3 +113,31 @@ async def test_what_is_cancelled_did_not_fail(caplog) -> None:
     await tasks.close()
     assert ended == ["a", "b"] and tasks.error is None and not caplog.records
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_the_first_error_cancels_what_is_gathered_beside_it() -> None:
+    cancelled = asyncio.Event()
+
+    async def wait() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    async def fail() -> None:
+        raise ValueError("the first")
+
+    with pytest.raises(ValueError, match="the first"):
+        await gathered([wait(), fail()])
+    async with asyncio.timeout(60):
+        await cancelled.wait()
+
+
+async def test_results_are_gathered_in_the_order_of_the_coroutines() -> None:
+    async def after(turns: int) -> int:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        return turns
+
+    assert await gathered(after(turns) for turns in (3, 0, 1)) == [3, 0, 1]
