@@ -16,11 +16,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import orjson
 from aiohttp import web
 
-from arealite.agent.server import Proxy
+from arealite.agent.server import Proxy, parsed
 from arealite.agent.session import Session
+from arealite.agent.wire.base import RefusedError, Wire
 from arealite.agent.workflow import as_rewards
 from arealite.api.cli_args import OnlineConfig
 from arealite.api.errors import AgentError
@@ -79,12 +79,12 @@ class Door(Proxy):
         self._visits: OrderedDict[str, Visit] = OrderedDict()
         self._groups: dict[str, Group] = {}  # by task
         self._one_by_one = asyncio.Lock()
-        routes = [
-            web.post("/sessions", self._open_session),
-            web.post("/sessions/{id}/reward", self._reward_session),
-            web.post("/sessions/{id}/end", self._end_session),
-        ]
-        super().__init__(heartbeat_s=heartbeat_s, host=config.host, port=config.port, routes=routes)
+        more = {
+            "/sessions": self._open_session,
+            "/sessions/{id}/reward": self._reward_session,
+            "/sessions/{id}/end": self._end_session,
+        }
+        super().__init__(heartbeat_s=heartbeat_s, host=config.host, port=config.port, more=more)
 
     # Called by the episode of a group
 
@@ -131,22 +131,20 @@ class Door(Proxy):
 
     # Requests
 
-    async def _open_session(self, request: web.Request) -> web.StreamResponse:
+    async def _open_session(self, request: web.Request, _: Wire) -> web.StreamResponse:
         if not is_authorized(request.headers.get("Authorization"), self._secret):
-            return _refused(401, refusal(request.method, request.path))
-        try:
-            task_id = _body(await request.read()).get("task_id")
-            if task_id is not None and not (isinstance(task_id, str) and 0 < len(task_id) <= _MAX_TASK_CHARACTERS):
-                limits = f"1 to {_MAX_TASK_CHARACTERS} characters"
-                raise ValueError(f"task_id must be a string of {limits}: got {task_id!r:.60}. Leave it out for none.")
-        except ValueError as error:
-            return _refused(400, str(error))
+            raise RefusedError(refusal(request.method, request.path), "no_key", 401)
+        task_id = parsed(await request.read() or b"{}").get("task_id")
+        if task_id is not None and not (isinstance(task_id, str) and 0 < len(task_id) <= _MAX_TASK_CHARACTERS):
+            limits = f"1 to {_MAX_TASK_CHARACTERS} characters"
+            raise RefusedError(f"task_id must be a string of {limits}: got {task_id!r:.60}. Leave it out for none.")
         # A client that leaves must not leave an episode without a session behind.
         visit = await asyncio.shield(asyncio.ensure_future(self._visit(task_id)))
         if visit is None or visit.session is None:
             self.counts["refused"] += 1
             message = "sessions must wait for a new version of the weights, or for others to end: got one too many."
-            return _refused(429, f"{message} Ask again.", {"Retry-After": str(_RETRY_AFTER_S)})
+            error = {"error": {"message": f"{message} Ask again."}}
+            return web.json_response(error, status=429, headers={"Retry-After": str(_RETRY_AFTER_S)})
         keys = {"api_key": visit.key, "untrained_key": visit.session.untrained_key}
         base_url = f"{request.scheme}://{request.host}/v1"
         return web.json_response({"id": visit.id, **keys, "base_url": base_url}, status=201)
@@ -185,56 +183,46 @@ class Door(Proxy):
             self._groups[task_id] = group
         return group
 
-    async def _reward_session(self, request: web.Request) -> web.StreamResponse:
-        found = self._found(request)
-        if not isinstance(found, Visit):
-            return found
+    async def _reward_session(self, request: web.Request, _: Wire) -> web.StreamResponse:
+        visit = self._found(request)
         raw = await request.read()
-        if found.state != "open" or found.session is None:
-            return _refused(409, f"rewards must come before the end of a session: this one was {found.state}.")
+        if visit.state != "open" or visit.session is None:
+            message = f"rewards must come before the end of a session: this one was {visit.state}."
+            raise RefusedError(message, "session_ended", 409)
+        body = parsed(raw or b"{}")
+        if "reward" not in body:
+            raise RefusedError('the body must be {"reward": ...}: got none. Send a number, or null.')
+        reward = body["reward"]
         try:
-            reward = _body(raw)["reward"]
             if reward is not None:
-                as_rewards(reward, found.session.run)
-        except KeyError:
-            return _refused(400, 'the body must be {"reward": ...}: got none. Send a number, or null.')
-        except (ValueError, AgentError) as error:
-            return _refused(400, str(error))
-        if found.reward not in (_NOT_YET, reward):
-            return _refused(409, f"a session must have one reward: got {reward!r:.60} after {found.reward!r:.60}.")
-        found.reward = reward
+                as_rewards(reward, visit.session.run)
+        except AgentError as error:
+            raise RefusedError(str(error)) from error
+        if visit.reward not in (_NOT_YET, reward):
+            message = f"a session must have one reward: got {reward!r:.60} after {visit.reward!r:.60}."
+            raise RefusedError(message, "session_rewarded", 409)
+        visit.reward = reward
         return web.json_response({})
 
-    async def _end_session(self, request: web.Request) -> web.StreamResponse:
-        found = self._found(request)
-        if not isinstance(found, Visit):
-            return found
-        if found.state == "open":
-            await self._close(found, "ended")
-        if found.state == "dropped":
-            return _refused(409, "sessions must end before they are dropped: this one was idle, or its time was up.")
-        return web.json_response({"turns": found.num_turns, "is_rewarded": found.reward not in (_NOT_YET, None)})
+    async def _end_session(self, request: web.Request, _: Wire) -> web.StreamResponse:
+        visit = self._found(request)
+        if visit.state == "open":
+            await self._close(visit, "ended")
+        if visit.state == "dropped":
+            message = "sessions must end before they are dropped: this one was idle, or its time was up."
+            raise RefusedError(message, "session_dropped", 409)
+        return web.json_response({"turns": visit.num_turns, "is_rewarded": visit.reward not in (_NOT_YET, None)})
 
-    def _found(self, request: web.Request) -> Visit | web.StreamResponse:
-        """Return the session of a request that shows its key or the run's secret, or a refusal."""
+    def _found(self, request: web.Request) -> Visit:
+        """Return the session of a request that shows its key or the run's secret. Raises RefusedError."""
         header = request.headers.get("Authorization")
         visit = self._visits.get(request.match_info["id"])
         if not is_authorized(header, self._secret) and not (visit and is_authorized(header, visit.key)):
-            return _refused(401, "requests must show the key of the session, or the secret of the run: got neither.")
+            message = "requests must show the key of the session, or the secret of the run: got neither."
+            raise RefusedError(message, "no_key", 401)
         if visit is None:
-            return _refused(404, "the session must be one of this run since it has started: got another id.")
+            message = "the session must be one of this run since it has started: got another id."
+            raise RefusedError(message, "no_session", 404)
         if visit.session is not None:
             visit.session.last_seen_s = time.monotonic()
         return visit
-
-
-def _body(raw: bytes) -> dict[str, Any]:
-    """Return what a body says. Raises ValueError."""
-    body = orjson.loads(raw) if raw else {}
-    if not isinstance(body, dict):
-        raise ValueError(f"the body must be a JSON object: got {raw[:60]!r}. Correct the request.")
-    return body
-
-
-def _refused(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
-    return web.json_response({"error": {"message": message}}, status=status, headers=headers)

@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import orjson
@@ -34,6 +34,7 @@ _PREFIXES = ("/v1", "/v1/v1", "/s/{key}/v1", "/s/{key}/v1/v1")  # Anthropic's pa
 _NUM_ENDED = 100_000  # runs whose late requests are recognised
 _NEVER_AGAIN = {"x-should-retry": "false"}
 _CLOSE_S = 5.0
+_Handle = Callable[[web.Request, Wire], Awaitable[web.StreamResponse]]
 _LATE = "requests must come before the end of their run: got a later one. Make a client for each run, with its api_key."
 
 
@@ -41,8 +42,9 @@ class Proxy:
     """Serves the runs that are open, until closed."""
 
     def __init__(
-        self, *, heartbeat_s: float, host: str = "127.0.0.1", port: int = 0, routes: Sequence[web.RouteDef] = ()
+        self, *, heartbeat_s: float, host: str = "127.0.0.1", port: int = 0, more: Mapping[str, _Handle] | None = None
     ) -> None:
+        """`more` answers POST at further paths."""
         self._heartbeat_s = heartbeat_s
         self._sessions: dict[str, tuple[Session, bool]] = {}  # by key, and whether what it samples is trained on
         self._ended: OrderedDict[str, None] = OrderedDict()
@@ -54,8 +56,8 @@ class Proxy:
             app.router.add_post(f"{prefix}/messages/count_tokens", self._endpoint(_MESSAGES, self._count_tokens))
             app.router.add_get(f"{prefix}/models", self._endpoint(_CHAT, self._models))
             app.router.add_get(f"{prefix}/models/{{model:.+}}", self._endpoint(_CHAT, self._model))
-        app.router.add_post("/s/{key}/reward", self._endpoint(_CHAT, self._reward))
-        app.router.add_routes(routes)
+        for path, handle in {"/s/{key}/reward": self._reward, **(more or {})}.items():
+            app.router.add_post(path, self._endpoint(_CHAT, handle))
         self._server = HttpServer(app, None)  # each run has a key
         self.loop = EventLoopThread("arealite-proxy", what="loop of the proxy")
         self.loop.closers.append(self._server.close)
@@ -97,9 +99,7 @@ class Proxy:
 
     # Requests
 
-    def _endpoint(
-        self, wire: Wire, handle: Callable[[web.Request, Wire], Awaitable[web.StreamResponse]]
-    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    def _endpoint(self, wire: Wire, handle: _Handle) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         """Answer errors as a format's clients expect."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
@@ -130,7 +130,7 @@ class Proxy:
     async def _serve(self, request: web.Request, wire: Wire) -> web.StreamResponse:
         session, is_trained = self._session_of(request)
         raw = await request.read()
-        body = _parsed(raw)
+        body = parsed(raw)
         if not session.is_open:
             self._session_of(request)
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
@@ -172,12 +172,12 @@ class Proxy:
 
     async def _count_tokens(self, request: web.Request, wire: Wire) -> web.StreamResponse:
         session, _ = self._session_of(request)
-        call = wire.parse(_parsed(await request.read()), session.find)
+        call = wire.parse(parsed(await request.read()), session.find)
         return web.json_response({"input_tokens": await session.count_tokens(call)})
 
     async def _reward(self, request: web.Request, _: Wire) -> web.StreamResponse:
         session, _is_trained = self._session_of(request)
-        session.reward = _parsed(await request.read(), json.loads)["reward"]  # NaN also: the run says what is wrong
+        session.reward = parsed(await request.read(), json.loads)["reward"]  # NaN also: the run says what is wrong
         return web.json_response({})
 
     async def _models(self, request: web.Request, _: Wire) -> web.StreamResponse:
@@ -196,7 +196,8 @@ def _described(model: str) -> dict[str, Any]:
     return ours | {"type": "model", "display_name": model, "created_at": "1970-01-01T00:00:00Z"}
 
 
-def _parsed(raw: bytes, loads: Callable[[bytes], Any] = orjson.loads) -> dict[str, Any]:
+def parsed(raw: bytes, loads: Callable[[bytes], Any] = orjson.loads) -> dict[str, Any]:
+    """Return the object that a body says. Raises RefusedError."""
     with contextlib.suppress(ValueError, RecursionError):
         body = loads(raw)
         if isinstance(body, dict):

@@ -223,9 +223,11 @@ async def test_who_may_do_what(serve) -> None:
     service = await serve()
     await service.start()
     for key in ("", "another", "x" * 64):
-        assert (await service.post("/sessions", {}, key))[0] == 401
+        status, body = await service.post("/sessions", {}, key)
+        assert status == 401 and "must show the secret of the run" in body["error"]["message"]
     for wrong in ({"task_id": 7}, {"task_id": ""}, ["a"]):
-        assert (await service.post("/sessions", wrong))[0] == 400
+        status, body = await service.post("/sessions", wrong)
+        assert status == 400 and " must be a " in body["error"]["message"]
     one, other = await service.open(), await service.open()
     for verb in ("reward", "end"):
         path = f"/sessions/{one['id']}/{verb}"
@@ -243,7 +245,8 @@ async def test_one_reward_and_one_end(serve) -> None:
     _, answer = await service.post("/v1/chat/completions", ASKED, key)
     for wrong in ("good", {"another": 1.0}, [1.0]):
         assert (await service.post(f"{path}/reward", {"reward": wrong}, key))[0] == 400
-    assert (await service.post(f"{path}/reward", {}, key))[0] == 400
+    status, body = await service.post(f"{path}/reward", {}, key)
+    assert status == 400 and 'the body must be {"reward": ...}' in body["error"]["message"]
     reward = {"reward": {answer["id"]: 0.25}}
     assert [(await service.post(f"{path}/reward", reward, key))[0] for _ in range(2)] == [200, 200]
     assert (await service.post(f"{path}/reward", {"reward": 1.0}, key))[0] == 409
