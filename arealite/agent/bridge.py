@@ -6,6 +6,7 @@ policy `history` decides: `keep` appends what the template writes after a dummy 
 sampled; `template` begins a branch with what the template writes, as stock servers do.
 """
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -82,41 +83,27 @@ class Bridge(ChatModel):
             return self._fresh(run, messages, tools, "tools")
         if self.history == "template":
             return self._fresh(run, messages, tools, "template")
-        glue = self.chat.glue(parent.message, new, tools)
-        kept = self._continued(run, parent, glue, new, is_glue=True)
-        assert kept is not None, glue
-        return kept
+        text, ids = self.glued(parent.response, parent.message, new, tools)
+        return NextPrompt(parent.ids + ids, parent.text + text, parent, None, run.counts)
 
     def _candidates(self, parent: Turn, messages: list[Message], tools: list[Any] | None) -> Iterator[str]:
         """Yield the conversation as the template writes it, each answer as it was sampled or as it was read."""
-        opening = self.chat.opening
-        answers = {len(turn.messages): turn for turn in parent.path}
-        forms = [
-            {at: turn.raw_text for at, turn in answers.items()},
-            {at: opening + turn.raw_text for at, turn in answers.items()} if opening else {},
-        ]
-        for form in filter(None, forms):
-            raw = {at: {"role": "assistant", "content": text} for at, text in form.items()}
-            yield from self._rendered([raw.get(at, message) for at, message in enumerate(messages)], tools)
-        read = {at: turn.message for at, turn in answers.items()}
-        yield from self._rendered([read.get(at, message) for at, message in enumerate(messages)], tools)
+        turns = {len(turn.messages): turn for turn in parent.path}
 
-    def _rendered(self, messages: list[Message], tools: list[Any] | None) -> Iterator[str]:
-        try:
-            yield self.chat.render(messages, tools)
-        except ValueError:
-            return  # such as a template that wants a call before a tool's result
+        def sampled(turn: Turn, opening: str) -> Message:
+            return {"role": "assistant", "content": opening + turn.raw_text}
 
-    def _continued(
-        self, run: Run, parent: Turn, rest: str, new: list[Message], *, is_glue: bool = False
-    ) -> NextPrompt | None:
-        """Append to a turn's tokens the text that follows its answer."""
-        ids = self.chat.append(self.end_of(parent.response), rest, is_glue=is_glue)
-        if is_glue:
-            self.require_seen(new, rest)
-        elif ids is None or self.chat.hidden(new, rest) is not None:
+        openings = ["", self.chat.opening] if self.chat.opening else [""]
+        forms = [{at: sampled(turn, opening) for at, turn in turns.items()} for opening in openings]
+        for answers in [*forms, {at: turn.message for at, turn in turns.items()}]:
+            with contextlib.suppress(ValueError):  # such as a template that wants a call before a tool's result
+                yield self.chat.render([answers.get(at, message) for at, message in enumerate(messages)], tools)
+
+    def _continued(self, run: Run, parent: Turn, rest: str, new: list[Message]) -> NextPrompt | None:
+        """Append to a turn's tokens the text that follows its answer, if it can be what follows."""
+        ids = self.chat.append(self.end_of(parent.response), rest)
+        if ids is None or self.chat.hidden(new, rest) is not None:
             return None
-        assert ids is not None, rest
         return NextPrompt(parent.ids + ids, parent.text + rest, parent, None, run.counts)
 
     def _fresh(self, run: Run, messages: list[Message], tools: list[Any] | None, branch: Any) -> NextPrompt:

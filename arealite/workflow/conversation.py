@@ -65,6 +65,19 @@ class ChatModel:
             call.setdefault("id", name)
         return raw_text, message
 
+    def glued(
+        self, response: ModelResponse, message: Message, new: Sequence[Message], tools: list[Any] | None
+    ) -> tuple[str, list[int]]:
+        """Return what the template writes between an answer and the answer to new messages, as text and as tokens.
+
+        Raises ValueError if the template drops one of them.
+        """
+        text = self.chat.glue(message, new, tools)
+        self.require_seen(new, text)
+        ids = self.chat.append(self.end_of(response), text, is_glue=True)
+        assert ids is not None, text
+        return text, ids
+
     def require_seen(self, messages: Sequence[Message], text: str) -> None:
         """Raise ValueError if the template has left one of the messages out of a text."""
         if (hidden := self.chat.hidden(messages, text)) is not None:
@@ -126,10 +139,7 @@ class Conversation:
             if not self.num_turns:
                 self._text = chat.render(messages, self._tools)
                 return chat.encode(self._text)
-            self._text = chat.glue(self._message, messages, self._tools)
-            self._model.require_seen(messages, self._text)
-            ids = chat.append(self._model.end_of(self.response), self._text, is_glue=True)
-            assert ids is not None, self._text
+            self._text, ids = self._model.glued(self.response, self._message, messages, self._tools)
             return ids
 
     def _read(self) -> Message:
