@@ -49,10 +49,6 @@ class Call:
     """Id of the turn that this one continues, if the client names it."""
 
     @property
-    def is_streamed(self) -> bool:
-        return bool(self.body.get("stream"))
-
-    @property
     def model(self) -> str:
         return str(self.body.get("model") or "policy")
 
