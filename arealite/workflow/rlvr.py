@@ -4,7 +4,6 @@ The group is sampled concurrently, and each completion is scored when it ends. I
 and the episode fails with the original error: a group is trained on as a whole or not at all.
 """
 
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,7 +59,7 @@ class RLVRWorkflow(RolloutWorkflow):
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict:
         """Sample and score the group of one prompt."""
         (prompt_ids,) = prompt_tokens(self.tokenizer, [data["messages"]], enable_thinking=self.enable_thinking)
-        request = ModelRequest(prompt_ids, self.gconfig.new(n_samples=1), rid=uuid.uuid4().hex)
+        request = ModelRequest(prompt_ids, self.gconfig.new(n_samples=1))
         prompt = self.tokenizer.decode(prompt_ids)
         return await sample_group(lambda _: self._sample(engine, request, data, prompt), self.gconfig.n_samples)
 
