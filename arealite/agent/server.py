@@ -89,11 +89,8 @@ class Proxy:
                 self._ended[key] = None
         while len(self._ended) > _NUM_ENDED:
             self._ended.popitem(last=False)
-        self._tell({name.removeprefix("ignored/") for name in session.counts if name.startswith("ignored/")})
-
-    def _tell(self, ignored: set[str]) -> None:
-        if ignored - self._told:
-            names = ", ".join(sorted(ignored - self._told))
+        ignored = {name.removeprefix("ignored/") for name in session.counts if name.startswith("ignored/")}
+        if names := ", ".join(sorted(ignored - self._told)):
             logger.warning("agents ask for %s, which changes nothing: gconfig says how completions are sampled", names)
             self._told |= ignored
 

@@ -309,3 +309,15 @@ async def test_requests_run_in_the_context_and_loop_of_the_episode(model) -> Non
         name.set("agent")
         await asyncio.gather(*(client.chat.completions.create(**ASKED) for _ in range(3)))
     assert seen == [("episode", True, "0")] * 3
+
+
+async def test_what_changes_nothing_is_named_in_one_warning_of_the_proxy(model, caplog) -> None:
+    async with proxied(model) as (proxy, session):
+        async with openai_client(proxy, session.key) as client:
+            await client.chat.completions.create(**ASKED, temperature=0.3, seed=7)
+        for _ in range(2):
+            await proxy.end(session)
+    warnings = [one.getMessage() for one in caplog.records if "changes nothing" in one.getMessage()]
+    assert warnings == [
+        "agents ask for seed, temperature, which changes nothing: gconfig says how completions are sampled"
+    ]
