@@ -119,11 +119,12 @@ class ToolWorkflow(RLVRWorkflow):
         counts["tool_calls"] += 1
         try:
             result = await self._within(name, environment.aexecute(name, arguments))
-            content = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
         except ValueError as error:
             counts["refused_calls"] += 1
-            content = f"Error: {error}"
-        except TypeError as error:
+            result = f"Error: {error}"
+        try:
+            content = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+        except (TypeError, ValueError) as error:
             raise EnvError(f"tool {name} must return what JSON can hold: got {error}. Return a str.") from error
         return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
 
