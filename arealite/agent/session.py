@@ -193,6 +193,12 @@ class Session:
         tokenizer, turns = self.model.tokenizer, sorted(self.run.turns, key=lambda turn: -len(turn.ids))
         if isinstance(prompt, list):
             parent = next((turn for turn in turns if prompt[: len(turn.ids)] == turn.ids), None)
+            new = prompt[len(parent.ids) if parent else 0 :]  # what was sampled may be none of the tokenizer's
+            if unknown := [token for token in new if not 0 <= token < len(tokenizer)]:
+                raise ValueError(
+                    f"prompt must have ids of the tokenizer, from 0 to {len(tokenizer) - 1}: got {unknown[0]}. "
+                    "Use the model's own tokenizer."
+                )
             return NextPrompt(prompt, tokenizer.decode(prompt), parent, None)
         for turn in turns:
             if prompt.startswith(text := tokenizer.decode(turn.ids)):

@@ -1,5 +1,6 @@
 """What the packages of OpenAI and Anthropic make of the proxy's answers, streamed and not."""
 
+import copy
 import json
 
 import anthropic
@@ -248,7 +249,8 @@ async def test_arguments_of_more_than_64_bits(tokenizer) -> None:
         ),
         ("chat/completions", {"messages": [{"role": "user", "content": [IMAGE]}]}, "got a part of type 'image_url'"),
         ("completions", {"prompt": ["a", "b"]}, "prompt must be one text"),
-        ("completions", {"prompt": [-1]}, "must be one that can be answered: got OverflowError"),
+        ("completions", {"prompt": [-1]}, "prompt must have ids of the tokenizer, from 0 to"),
+        ("completions", {"prompt": [1, 10**6]}, "prompt must have ids of the tokenizer, from 0 to"),
         ("responses", {"input": [{"type": "computer_call"}]}, "items of input must be"),
         ("responses", {"input": "a", "background": True}, "background must be left out"),
         ("messages", {"messages": [{"role": "assistant", "content": [{"type": "x"}]}]}, "assistant's blocks must be"),
@@ -264,3 +266,13 @@ async def test_requests_that_are_refused(model, path, body, code) -> None:
         reply = await client.post(f"{proxy.address}/s/{session.key}/v1/{path}", content=b"[1")
         assert "must be a JSON object" in reply.json()["error"]["message"]
     assert not model.responses and not session.run.turns
+
+
+async def test_a_request_that_nothing_foresees_is_refused_too(tokenizer) -> None:
+    broken = copy.deepcopy(tokenizer)
+    broken.chat_template += '{% for m in messages if m.content == "divide" %}{{ m.content | length // 0 }}{% endfor %}'
+    model = ScriptedModel(lambda prompt: "Hello!", broken)
+    async with proxied(model) as (proxy, session), openai_client(proxy, session) as client:
+        with pytest.raises(openai.BadRequestError, match="can be answered: got ZeroDivisionError") as refused:
+            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "divide"}])
+    assert refused.value.code == "not_answered" and not model.responses
