@@ -7,6 +7,8 @@ answer, with JSON in a style of its own.
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+from transformers.utils import get_json_schema
+
 from arealite.agent.bridge import Bridge
 from arealite.agent.turns import Run, Turn
 from arealite.api.io_struct import ModelResponse
@@ -27,24 +29,21 @@ COLUMNS: dict[str, tuple[str, ...]] = {  # what the model does, then what follow
 }
 AS_READ = "calls as read"
 _ASKED = {"role": "user", "content": "Is the cat in the word list?"}
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "look_up",
-        "description": "Look a word up.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "word": {"type": "string", "description": "The word."},
-                "is_exact": {"type": "boolean", "description": "Whether case counts."},
-                "pages": {"type": "integer", "description": "How many pages."},
-            },
-            "required": ["word"],
-        },
-    },
-}
 _ARGUMENTS = {"word": "cat", "is_exact": False, "pages": 4}
 _THOUGHT = "Let me think of cats."
+
+
+def look_up(word: str, is_exact: bool = False, pages: int = 1):  # type: ignore[no-untyped-def]  # models would see it
+    """Look a word up.
+
+    Args:
+        word: The word.
+        is_exact: Whether case counts.
+        pages: How many pages.
+    """
+
+
+_TOOL = get_json_schema(look_up)
 
 
 def certify_turns(tokenizer: Any, *, enable_thinking: bool) -> dict[str, Outcome]:
