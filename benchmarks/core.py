@@ -234,9 +234,9 @@ def step_of_waiters(
     """Let every group infer, and then every group train on what all have inferred."""
     for engine in engines:
         batch[engine.role] = engine.call("infer", batch, output="inferred", keys=TOKENS, seconds=infer_s)
-    replies = [engine.submit(f"{engine.role}.train", "train", batch, kwargs={"seconds": train_s}) for engine in engines]
-    for engine, reply in zip(engines, replies):
-        engine.wait(reply, f"{engine.role}.train")
+    tasks = [engine.submit("train", batch, kwargs={"seconds": train_s}) for engine in engines]
+    for engine, task in zip(engines, tasks):
+        engine.wait(task)
     engines[0].set_version(version + 1)
 
 

@@ -2,7 +2,7 @@
 
 A thread of the master runs the group's calls in the order in which they were submitted. A call starts when every piece
 of its inputs exists, never earlier: Ray does not run a rank whose argument failed, and the others would wait in a
-collective for ever. Invariants: a call is done by all ranks or by none; no reply depends on how often workers were
+collective for ever. Invariants: a call is done by all ranks or by none; no result depends on how often workers were
 lost, since new ones continue from a snapshot of the step's start, random generators included.
 """
 
@@ -32,12 +32,17 @@ logger = logging.getLogger("arealite.core")
 _CLOSE_S = 30.0  # for the thread to notice that its workers are gone
 
 
-@dataclass(frozen=True)
-class Reply:
-    """What comes of a call: the values of all ranks, and the piece of each part that it made."""
+@dataclass(eq=False)
+class Task:
+    """A call, or the start of a step, where a snapshot is taken: how far it has come, and what comes of it."""
 
-    pieces: Pieces
-    values: Future[list[Outcome]] = field(default_factory=Future)
+    call: Call
+    step: int  # of the batch that it works on, or that it begins
+    pieces: Pieces = field(default_factory=Pieces)  # what it made of each part
+    values: Future[list[Outcome]] = field(default_factory=Future)  # of all ranks
+    begins: bool = False
+    num_attempts: int = 0
+    is_done: bool = False
 
     def succeed(self, outcomes: list[Outcome], references: list[Any]) -> None:
         """Hand over the first outcome; of a repetition only the pieces are of use."""
@@ -53,18 +58,6 @@ class Reply:
             self.values.set_exception(error)
 
 
-@dataclass(eq=False)
-class _Task:
-    """A call, and how far it has come; or the start of a step, where a snapshot is taken."""
-
-    call: Call
-    reply: Reply
-    step: int  # of the batch that it works on, or that it begins
-    begins: bool = False
-    num_attempts: int = 0
-    is_done: bool = False
-
-
 class WorkerGroup:
     """The workers of one or several roles. Its methods are the master's."""
 
@@ -76,8 +69,8 @@ class WorkerGroup:
         self.num_respawns, self.num_replayed = 0, 0  # workers that replaced lost ones; calls that were done again
         self._record, self._note_incident = record, note_incident
         self._makers: dict[str, Callable[[], Any]] = {}  # of engines, by role
-        self._lasting: list[_Task] = []  # what new workers do before they get the snapshot
-        self._tasks: list[_Task] = []  # since the snapshot, those to come included
+        self._lasting: list[Task] = []  # what new workers do before they get the snapshot
+        self._tasks: list[Task] = []  # since the snapshot, those to come included
         self._snapshots: tuple[list[Any], Any] | None = None  # references by rank, and what keeps a copy here
         self._loss: LossError | None = None  # that another thread has noticed
         self._error: BaseException | None = None  # that ended the group
@@ -106,24 +99,24 @@ class WorkerGroup:
         except LossError as loss:
             raise self._final(loss, "at the start") from loss
 
-    def submit(self, call: Call) -> Reply:
+    def submit(self, call: Call) -> Task:
         """Let every rank do a call, once it is its turn and its inputs are there; return at once."""
         step = self.step if call.step is None else call.step
-        return self._submit(_Task(call, Reply(Pieces(make_again=self._make_again)), step))
+        return self._submit(Task(call, step, Pieces(make_again=self._make_again)))
 
     def begin_step(self, step: int) -> None:
         """After the calls so far, take the snapshot to which the group goes back if it is lost from here on."""
         self.step = step
-        self._submit(_Task(Call("snapshot", "", "snapshot"), Reply(Pieces()), step, begins=True))
+        self._submit(Task(Call("snapshot", "", "snapshot"), step, begins=True))
 
-    def _submit(self, task: _Task) -> Reply:
+    def _submit(self, task: Task) -> Task:
         with CHANGED:
             if self._error is not None:
-                task.reply.fail(self._error)
+                task.fail(self._error)
             else:
                 self._tasks.append(task)
                 CHANGED.notify_all()
-        return task.reply
+        return task
 
     def note_checkpoint(self) -> None:
         """Count restarts from here on, as the run would resume no earlier than this checkpoint."""
@@ -168,7 +161,7 @@ class WorkerGroup:
         if task is not None:
             self._do(task)
 
-    def _next(self) -> _Task | None:
+    def _next(self) -> Task | None:
         return next((task for task in self._tasks if not task.is_done), None)
 
     def _end(self, error: BaseException) -> None:
@@ -178,9 +171,9 @@ class WorkerGroup:
             tasks, self._tasks = self._tasks, []
             CHANGED.notify_all()
         for task in tasks:
-            task.reply.fail(self._error)
+            task.fail(self._error)
 
-    def _do(self, task: _Task) -> None:
+    def _do(self, task: Task) -> None:
         """Do a call and hand over what came of it."""
         call, world = task.call, self._world
         assert world is not None, "a world is formed first"
@@ -201,10 +194,10 @@ class WorkerGroup:
                 column.pieces.report_lost(str(loss.lost_piece))
             raise
         except Exception as error:
-            if task.reply.values.done():  # it had succeeded before
+            if task.values.done():  # it had succeeded before
                 raise LossError(f"{call.name} failed when it was done again: {error!r}", is_of_code=True) from error
             self._forget(task)
-            task.reply.fail(error)
+            task.fail(error)
             return
         self._record(
             CallRecord(
@@ -223,7 +216,7 @@ class WorkerGroup:
         task.is_done = True
         if call.redo in ("never", "until_done"):
             self._forget(task)
-        task.reply.succeed(outcomes, made)
+        task.succeed(outcomes, made)
 
     def _inputs(self, call: Call) -> tuple[tuple[Mapping[str, str], ...], list[list[Any]]]:
         """Wait for the inputs of a call; return the keys of the pieces of a part, and the references of each part."""
@@ -248,14 +241,14 @@ class WorkerGroup:
             references = [column.pieces.result() for column, _ in sources.values()]
         return tuple(names for _, names in sources.values()), [list(part) for part in zip(*references)]
 
-    def _forget(self, task: _Task) -> None:
+    def _forget(self, task: Task) -> None:
         with CHANGED:
             if task in self._tasks:
                 self._tasks.remove(task)
 
     # Snapshots
 
-    def _take_snapshot(self, task: _Task, world: World) -> None:
+    def _take_snapshot(self, task: Task, world: World) -> None:
         """Let the ranks take one, before the next call; it comes here while they go on.
 
         Price: each rank copies its shards to memory at the start of a step, when the group mostly waits for rollouts,
@@ -265,7 +258,7 @@ class WorkerGroup:
         references = world.snapshot()
         Thread(target=self._keep, args=(references, task, world), name="arealite-snapshot", daemon=True).start()
 
-    def _keep(self, references: list[Any], task: _Task, world: World) -> None:
+    def _keep(self, references: list[Any], task: Task, world: World) -> None:
         """Hold a snapshot on this node too, as it would die with its rank's; forget the calls of earlier steps."""
         try:
             values = ray.get(references, timeout=self.spec.call_timeout_s)
@@ -306,7 +299,7 @@ class WorkerGroup:
     def _make_again(self, pieces: Pieces) -> None:
         """Go back to the start of the step, where these pieces of it were on a node that died."""
         with CHANGED:
-            maker = next((task for task in self._tasks if task.reply.pieces is pieces), None)
+            maker = next((task for task in self._tasks if task.pieces is pieces), None)
             if maker is None:
                 lost = LossError("pieces of an earlier step were on a node that died")
                 pieces.settle(None, self._final(lost, ""))
@@ -339,7 +332,7 @@ class WorkerGroup:
             for task in self._tasks:
                 task.is_done = False
         for task in cut_off:  # before the workers end, so that who was at the other end learns the cause
-            task.reply.fail(_agreed(GroupLostError(f"{task.call.name} must not lose its workers: {loss}")))
+            task.fail(_agreed(GroupLostError(f"{task.call.name} must not lose its workers: {loss}")))
         if world is not None:
             world.kill()
         self.num_respawns += self.spec.num_ranks

@@ -20,7 +20,7 @@ from arealite.api.run_folder import RunFolder
 from arealite.core.batch import Column, RemoteBatch
 from arealite.core.drawing import CallState
 from arealite.core.graph import DataFlowGraph, ModelFunctionCall
-from arealite.core.group import Reply
+from arealite.core.group import Task
 from arealite.core.names import named
 from arealite.core.page import Progress, write_page
 from arealite.core.records import CallLog, CallRecord, summary
@@ -48,7 +48,7 @@ class Master:
             make_workflow = named("agent", make_workflow, key="make_workflow")
         self._make_workflow = make_workflow
         self._calls_ahead = _calls_ahead(config, graph)
-        self._ahead: dict[str, Reply] = {}  # those of the next step's batch
+        self._ahead: dict[str, Task] = {}  # those of the next step's batch
         self._states_ahead: dict[str, CallState] = {}
         self._records_ahead: list[CallRecord] = []
         self.progress = Progress(graph)
@@ -131,18 +131,18 @@ class Master:
         that batch must come next. A metric that several calls return bears the role in front, except the first one.
         """
         calls = [call for call in self.graph.order() if not call.is_source]
-        replies, self._ahead = self._ahead, {}
+        tasks, self._ahead = self._ahead, {}
         for call in calls:
-            if call.name not in replies:
-                replies[call.name] = self._submit(call, batch, replies, self.progress.states)
-        following = reserve([one.values for one in replies.values()]) if self._calls_ahead and reserve else None
+            if call.name not in tasks:
+                tasks[call.name] = self._submit(call, batch, tasks, self.progress.states)
+        following = reserve([one.values for one in tasks.values()]) if self._calls_ahead and reserve else None
         if following is not None:
             for call in self._calls_ahead:
-                reply = self._submit(call, following, self._ahead, self._states_ahead, step=self.progress.step + 1)
-                self._ahead[call.name] = reply
+                task = self._submit(call, following, self._ahead, self._states_ahead, step=self.progress.step + 1)
+                self._ahead[call.name] = task
         metrics: dict[str, float] = {}
         for call in calls:
-            outcome = self.engines[call.role].wait(replies[call.name], call.name)
+            outcome = self.engines[call.role].wait(tasks[call.name])
             call.outputs_among(outcome.made)  # refuses what was declared and not made
             if isinstance(outcome.value, Mapping):
                 metrics |= {f"{call.role}/{key}" if key in metrics else key: one for key, one in outcome.value.items()}
@@ -152,30 +152,30 @@ class Master:
         self,
         call: ModelFunctionCall,
         batch: RemoteBatch,
-        replies: Mapping[str, Reply],
+        tasks: Mapping[str, Task],
         states: dict[str, CallState],
         *,
         step: int | None = None,
-    ) -> Reply:
+    ) -> Task:
         """Let the workers of a call do it once its inputs are there, and give the batch its outputs."""
         assert call.run is not None, "only a source has no function"
         name = call.run.__name__
         run = name if getattr(self.graph.engines[call.role], name, None) is call.run else call.run
-        reply = self.engines[call.role].submit(
-            call.name,
+        task = self.engines[call.role].submit(
             run,
             batch,
             call.inputs_among(batch.keys()),
+            name=call.name,
             kwargs=call.kwargs,
             output=call.outputs[0].removesuffix("?") if len(call.outputs) == 1 else None,
-            after=[replies[one].values for one in call.after],
+            after=[tasks[one].values for one in call.after],
             watch=states.__setitem__,
             step=step,
         )
         for key in call.outputs:
             plain = key.removesuffix("?")
-            batch[plain] = Column(reply.pieces, plain, reply.values if key.endswith("?") else None)
-        return reply
+            batch[plain] = Column(task.pieces, plain, task.values if key.endswith("?") else None)
+        return task
 
     def _measure(self) -> dict[str, float]:
         """Log the calls since the last time, and return what those of this step tell about the workers."""

@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from arealite.api.errors import CheckpointError, GroupLostError
 from arealite.api.io_struct import FinetuneSpec, FrozenWeights, ParamSpec, SaveLoadMeta, WeightUpdateMeta
 from arealite.core.batch import Column, RemoteBatch
-from arealite.core.group import Reply, WorkerGroup, columns_of
+from arealite.core.group import Task, WorkerGroup, columns_of
 from arealite.core.worker import Call, Outcome, Redo, RoleName, Run
 from arealite.engine.checkpointing import WRITE_TIMEOUT_S
 from arealite.engine.ppo.actor import TOKENS
@@ -148,30 +148,35 @@ class RemoteEngine:
         pending. What the call adds to the batch is added here as well. `keys` are what it sees, by default all.
         """
         home = self._workers.scatter(batch) if isinstance(batch, TensorDict) else batch
-        name = f"{self.role}.{run if isinstance(run, str) else run.__name__}"
-        reply = self.submit(name, run, home, keys, args=args, kwargs=kw, output=output or None)
+        task = self.submit(run, home, keys, args=args, kwargs=kw, output=output or None)
         if output:
-            column = Column(reply.pieces, output)
+            column = Column(task.pieces, output)
             return column if home is batch else self._workers.fetch(column, home)
-        outcome = self.wait(reply, name)
+        outcome = self.wait(task)
         for key in outcome.made:
-            home[key] = Column(reply.pieces, key)
+            home[key] = Column(task.pieces, key)
             if isinstance(batch, TensorDict):
                 batch[key] = self._workers.fetch(home[key], home)
         return outcome.value
 
-    def submit(self, name: str, run: Run, batch: RemoteBatch, keys: Sequence[str] = (), **more: Any) -> Reply:
-        """Let the workers run something on keys of a batch (by default all) when it is its turn; return at once.
+    def submit(
+        self, run: Run, batch: RemoteBatch | None = None, keys: Sequence[str] = (), *, name: str = "", **more: Any
+    ) -> Task:
+        """Let the workers run something when it is its turn, on a batch or on none; return at once.
 
-        They get `attention_mask` as well, without which the rest can't be unpacked.
+        Of the batch they get `keys` (by default all) and `attention_mask`, without which the rest can't be unpacked;
+        `more` are other fields of a Call.
         """
-        columns = columns_of(batch, (*keys, "attention_mask") if keys else None)
-        return self.group.submit(Call(name, self.role, run, batch=columns, num_parts=batch.num_parts, **more))
+        if batch is not None:
+            columns = columns_of(batch, (*keys, "attention_mask") if keys else None)
+            more |= {"batch": columns, "num_parts": batch.num_parts}
+        name = name or f"{self.role}.{run if isinstance(run, str) else run.__name__.strip('_')}"
+        return self.group.submit(Call(name, self.role, run, **more))
 
-    def wait(self, reply: Reply, name: str) -> Outcome:
+    def wait(self, task: Task) -> Outcome:
         """Wait for the end of a call, and return what became of it on rank 0."""
-        with heartbeat.waiting(f"{name} on the workers of group {self.group.spec.name}", on="ranks"):
-            outcome = reply.values.result()[0]  # the group has deadlines
+        with heartbeat.waiting(f"{task.call.name} on the workers of group {self.group.spec.name}", on="ranks"):
+            outcome = task.values.result()[0]  # the group has deadlines
         heartbeat.tick()
         return outcome
 
@@ -199,10 +204,9 @@ class RemoteEngine:
 
     def updates_of(self, batch: RemoteBatch) -> list[Update]:
         """Return what each worker computed per token of the batch that it was trained on last."""
-        name = f"{self.role}.update_of"
-        reply = self.submit(name, update_of, batch, KEYS, redo="until_done")
-        self.wait(reply, name)
-        return [outcome.value for outcome in reply.values.result() if outcome.value is not None]
+        task = self.submit(update_of, batch, KEYS, redo="until_done")
+        self.wait(task)
+        return [outcome.value for outcome in task.values.result() if outcome.value is not None]
 
     # Weights
 
@@ -237,25 +241,16 @@ class RemoteEngine:
         """
         try:
             timeout_s = min(_UPLOAD_TIMEOUTS * meta.timeout_s, self.group.spec.call_timeout_s)
-            meta.fingerprints |= self._value(_upload, meta, redo="never", timeout_s=timeout_s, life=self._life)
+            task = self.submit(_upload, args=(meta,), redo="never", timeout_s=timeout_s, life=self._life)
+            meta.fingerprints |= self.wait(task).value
         except BaseException as error:
             meta.uploaded.set_exception(error)
             raise
         meta.uploaded.set_result(None)
 
-    def _value(
-        self,
-        run: Run,
-        *args: Any,
-        redo: Redo = "until_done",
-        timeout_s: float | None = None,
-        life: int | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Run a method without a batch on every rank and return rank 0's value; `redo` and more are those of a Call."""
-        name = f"{self.role}.{run if isinstance(run, str) else run.__name__.strip('_')}"
-        call = Call(name, self.role, run, args, kwargs, redo=redo, timeout_s=timeout_s, life=life)
-        return self.wait(self.group.submit(call), name).value
+    def _value(self, run: Run, *args: Any, redo: Redo = "until_done", **kwargs: Any) -> Any:
+        """Run a method without a batch on every rank and return rank 0's value; `redo` is that of a Call."""
+        return self.wait(self.submit(run, args=args, kwargs=kwargs, redo=redo)).value
 
 
 def _begin_to_write(engine: Any, folder: str) -> None:

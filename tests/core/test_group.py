@@ -27,7 +27,7 @@ from arealite.api.errors import GroupLostError
 from arealite.core import world
 from arealite.core.batch import Column, Pieces, RemoteBatch, pack
 from arealite.core.drawing import CallState
-from arealite.core.group import Reply, WorkerGroup, columns_of
+from arealite.core.group import Task, WorkerGroup, columns_of
 from arealite.core.records import CallRecord
 from arealite.core.remote_engine import RemoteEngine
 from arealite.core.worker import Call, GroupSpec, Redo
@@ -319,14 +319,15 @@ def widening(group: WorkerGroup, batch: RemoteBatch, factor: float, step: int | 
 
 def test_who_waits_for_pieces_that_nobody_will_make_again_learns_why() -> None:
     """Their call had succeeded, a node died with them, and then the group came to its end."""
-    reply, piece = Reply(Pieces(make_again=lambda pieces: None)), ray.ObjectRef.from_random()
-    reply.succeed([], [piece])
-    reply.pieces.report_lost(piece.hex())
-    reply.fail(GroupLostError("the group is lost"))
-    assert reply.pieces.is_settled()
+    call, piece = Call("actor.infer", "actor", "infer"), ray.ObjectRef.from_random()
+    task = Task(call, 1, Pieces(make_again=lambda pieces: None))
+    task.succeed([], [piece])
+    task.pieces.report_lost(piece.hex())
+    task.fail(GroupLostError("the group is lost"))
+    assert task.pieces.is_settled()
     with pytest.raises(GroupLostError, match="the group is lost"):
-        reply.pieces.result()
-    assert reply.values.result() == []
+        task.pieces.result()
+    assert task.values.result() == []
 
 
 def test_the_variables_of_workers_may_be_secret_and_are_not_shown(tmp_path: Path) -> None:
