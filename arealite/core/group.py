@@ -68,7 +68,6 @@ class WorkerGroup:
         self.step = 0  # of the run
         self.num_respawns, self.num_replayed = 0, 0  # workers that replaced lost ones; calls that were done again
         self._record, self._note_incident = record, note_incident
-        self._makers: dict[str, Callable[[], Any]] = {}  # of engines, by role
         self._lasting: list[Task] = []  # what new workers do before they get the snapshot
         self._tasks: list[Task] = []  # since the snapshot, those to come included
         self._snapshots: tuple[list[Any], Any] | None = None  # references by rank, and what keeps a copy here
@@ -90,14 +89,9 @@ class WorkerGroup:
         """The nodes of the ranks."""
         return () if self._world is None else self._world.machines
 
-    def add(self, role: str, make: Callable[[], Any]) -> None:
-        """Make the engine of a role on every rank."""
-        assert self._world is not None, "engines are made before there are calls"
-        self._makers[role] = make
-        try:
-            self._world.add(role, make)
-        except LossError as loss:
-            raise self._final(loss, "at the start") from loss
+    def add(self, role: str, make: Callable[[], Any]) -> Task:
+        """Let every rank make the engine of a role: its first call."""
+        return self.submit(Call(f"{role}.make", role, make, redo="always"))
 
     def submit(self, call: Call) -> Task:
         """Let every rank do a call, once it is its turn and its inputs are there; return at once."""
@@ -284,13 +278,6 @@ class WorkerGroup:
                 raise self._error
             self._world = World(self.spec, self._placement)
         self._world.meet()
-        try:
-            for role, make in self._makers.items():
-                self._world.add(role, make)
-        except LossError:
-            raise
-        except Exception as error:
-            raise LossError(f"an engine could not be made again: {error!r}", is_of_code=True) from error
         for task in self._lasting:
             self._do(task)
         if self._snapshots is not None:

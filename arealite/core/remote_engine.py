@@ -47,7 +47,7 @@ class RemoteEngine:
         self._workers = workers
         self._version = 0
         self._life: int | None = None  # of the group, when it told its broadcast group
-        group.add(role, make)
+        self.wait(group.add(role, make))
 
     # Life
 

@@ -117,19 +117,25 @@ class Worker:
         os.environ.update(environment)
         self._holder.close()
 
-    def add(self, role: str, make: Callable[[], Any]) -> Outcome:
-        """Make the engine of a role."""
-        return self._tried(lambda: self._engines.update({role: make()}))
-
     def call(self, told: bytes, num_parts: int, *pieces: Piece) -> Any:
         """Do a pickled Call; return its pickled Outcome, and a piece of what it made for each part of the batch."""
         results: list[Piece] = [{}] * num_parts
-        outcome = _pickled(self._tried(lambda: self._do(pickle.loads(told), pieces, results)))
+        try:
+            outcome = self._do(pickle.loads(told), pieces, results)
+        except Exception as error:  # other ranks must not wait for this one in vain
+            traceback.print_exc()
+            where = [*users_code(error), f"  the whole traceback: {self._log}"]
+            outcome = Outcome(error=portable(error), is_agreed=is_agreed(error), trace="\n".join(where))
+        packed = _pickled(outcome)
         heartbeat.tick()
-        return [outcome, *results] if results else outcome
+        return [packed, *results] if results else packed
 
     def _do(self, call: Call, pieces: Sequence[Piece], results: list[Piece]) -> Outcome:
         """Do a call, and set the piece of what it made of each part."""
+        if call.role not in self._engines:  # the first call of a role makes its engine
+            assert callable(call.run), call
+            self._engines[call.role] = call.run()
+            return Outcome()
         engine, name = self._engines[call.role], getattr(call.run, "__name__", call.run)
         run = getattr(engine, call.run) if isinstance(call.run, str) else functools.partial(call.run, engine)
         kwargs = {
@@ -162,16 +168,6 @@ class Worker:
         """Continue from a snapshot; engines are made and initialized as those that it was taken of."""
         for role, snapshot in snapshots.items():
             self._engines[role].restore(snapshot)
-
-    def _tried(self, action: Callable[[], Any]) -> Outcome:
-        """Return the outcome of an action, also of one that raises: other ranks must not wait for it in vain."""
-        try:
-            outcome = action()
-        except Exception as error:
-            traceback.print_exc()
-            where = [*users_code(error), f"  the whole traceback: {self._log}"]
-            return Outcome(error=portable(error), is_agreed=is_agreed(error), trace="\n".join(where))
-        return outcome if isinstance(outcome, Outcome) else Outcome(outcome)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import itertools
 import logging
 import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -111,12 +111,6 @@ class World:
             for rank, host in enumerate(hosts)
         ]
         self._get([actor.meet.remote(one) for actor, one in zip(self._actors, environments)], "meeting")
-
-    def add(self, role: str, make: Callable[[], Any]) -> None:
-        """Make the engine of a role on every rank."""
-        for outcome in self._get([actor.add.remote(role, make) for actor in self._actors], f"making engine {role}"):
-            if outcome.error is not None:
-                raise outcome.error
 
     def snapshot(self) -> list[Any]:
         """Return references to what each rank needs to continue from here; it is taken after all calls so far."""

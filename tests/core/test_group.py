@@ -127,7 +127,7 @@ def test_what_is_done_again_gives_the_same_bits(
     assert states == 3 * ["running", "running", "replayed"]
     attempts = [(one.step, one.attempt) for one in records if one.call == "actor.add"]
     assert attempts == [pair for step in (1, 2, 3) for pair in ((step, 1), (step, 2), (step, 2))]
-    assert (group.num_respawns, group.num_replayed) == (6, 9)  # initialize is done again as well
+    assert (group.num_respawns, group.num_replayed) == (6, 12)  # the engine is made and initialized again as well
     told = "does 2 calls of step {} again: {}"
     whys = (
         "rank 1 died in actor.add: its worker process has died. Worker exit type: SYSTEM_ERROR",
@@ -177,6 +177,16 @@ def test_a_result_that_can_not_be_passed_on_is_an_error_of_its_caller(
     with pytest.raises((TypeError, ValueError)) as raised:
         group.submit(Call("odd.make", "odd", lambda engine: make())).values.result(timeout=120)
     assert why in str(raised.value) and is_agreed(raised.value) and (incidents, group.num_respawns) == ([], 0)
+    assert value(group, "pid") > 0
+
+
+def test_an_engine_that_can_not_be_made_is_an_error_of_its_caller(start: Start, incidents: list[str]) -> None:
+    group = start("made")
+    workers: Any = None  # which only batches need
+    with pytest.raises(ZeroDivisionError) as raised:
+        RemoteEngine(workers, group, "spare", lambda: 1 / 0, None)
+    assert raised.value.__notes__[0].startswith("in spare.make on a worker of group made:\n")
+    assert is_agreed(raised.value) and (incidents, group.num_respawns) == ([], 0)
     assert value(group, "pid") > 0
 
 
