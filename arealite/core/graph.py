@@ -5,7 +5,6 @@ A graph is checked when it is made and never changes. Where and when a call runs
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -159,19 +158,16 @@ class DataFlowGraph:
 
     def order(self) -> list[ModelFunctionCall]:
         """Return the calls such that each follows all that it needs, as declared among equals."""
-        place = {call.name: number for number, call in enumerate(self.calls)}
-        sorter, ready, ordered = TopologicalSorter(self.needs), list[int](), list[ModelFunctionCall]()
         try:
-            sorter.prepare()
+            TopologicalSorter(self.needs).prepare()
         except CycleError as error:
             got = self._cycle(error.args[1])
             raise ConfigError(f"calls must not wait for each other: got {got}. Remove one of them.") from None
-        while sorter.is_active():
-            for name in sorter.get_ready():
-                heapq.heappush(ready, place[name])
-            ordered.append(self.calls[heapq.heappop(ready)])
-            sorter.done(ordered[-1].name)
-        return ordered
+        ordered: dict[str, ModelFunctionCall] = {}
+        while left := [call for call in self.calls if call.name not in ordered]:
+            following = next(call for call in left if self.needs[call.name].keys() <= ordered.keys())
+            ordered[following.name] = following
+        return list(ordered.values())
 
     def _cycle(self, path: Sequence[str]) -> str:
         """Spell the path of a cycle with the keys that pass, from the call that is declared first."""
