@@ -169,6 +169,13 @@ class RemoteBatch(UserDict[str, Column]):
     def num_parts(self) -> int:
         return len(self.order)
 
+    def select(self, keys: Iterable[str] = ()) -> RemoteBatch:
+        """Return the columns of `keys` that there are, with those that restore them; without keys all."""
+        wanted = with_counts([_MASK, *keys]) if keys else list(self)
+        selected = RemoteBatch(self.order)
+        selected.update({key: self[key] for key in wanted if key in self})
+        return selected
+
     def __setitem__(self, key: str, column: Column) -> None:
         if not isinstance(column, Column):
             raise TypeError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from threading import Thread
@@ -20,7 +20,7 @@ import ray
 from ray.util.placement_group import remove_placement_group
 
 from arealite.api.errors import GroupLostError
-from arealite.core.batch import CHANGED, Column, Pieces, RemoteBatch, with_counts
+from arealite.core.batch import CHANGED, Column, Pieces
 from arealite.core.drawing import CallState
 from arealite.core.records import CallRecord
 from arealite.core.worker import Call, GroupSpec, Outcome
@@ -214,7 +214,7 @@ class WorkerGroup:
 
     def _inputs(self, call: Call) -> tuple[tuple[Mapping[str, str], ...], list[list[Any]]]:
         """Wait for the inputs of a call; return the keys of the pieces of a part, and the references of each part."""
-        columns = call.batch or {}
+        columns = dict(call.batch or {})
         futures = {*call.after, *(one.outcomes for one in columns.values() if one.outcomes is not None)}
         for future in futures:
             future.add_done_callback(_wake)
@@ -339,8 +339,3 @@ def _agreed(error: GroupLostError) -> GroupLostError:
 def _wake(_: Future[Any]) -> None:
     with CHANGED:
         CHANGED.notify_all()
-
-
-def columns_of(batch: RemoteBatch, names: Sequence[str] | None = None) -> dict[str, Column]:
-    """Return columns of a batch by name: all, or those of `names` that it has, and what restores them."""
-    return {name: batch[name] for name in (batch.keys() if names is None else with_counts(names)) if name in batch}

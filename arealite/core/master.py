@@ -201,7 +201,7 @@ class Master:
         progress.incidents = self.workers.incidents
 
         def write() -> None:
-            progress.machines = self.workers.machines()
+            progress.machines = {group.spec: group.machines for group in self.workers.groups}
             write_page(RunFolder(self.config), progress, now=time.time())
 
         def keep_writing() -> None:

@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from arealite.api.errors import CheckpointError, GroupLostError
 from arealite.api.io_struct import FinetuneSpec, FrozenWeights, ParamSpec, SaveLoadMeta, WeightUpdateMeta
 from arealite.core.batch import Column, RemoteBatch
-from arealite.core.group import Task, WorkerGroup, columns_of
+from arealite.core.group import Task, WorkerGroup
 from arealite.core.worker import Call, Outcome, Redo, RoleName, Run
 from arealite.engine.checkpointing import WRITE_TIMEOUT_S
 from arealite.engine.ppo.actor import TOKENS
@@ -168,8 +168,7 @@ class RemoteEngine:
         `more` are other fields of a Call.
         """
         if batch is not None:
-            columns = columns_of(batch, (*keys, "attention_mask") if keys else None)
-            more |= {"batch": columns, "num_parts": batch.num_parts}
+            more["batch"] = batch.select(keys)
         name = name or f"{self.role}.{run if isinstance(run, str) else run.__name__.strip('_')}"
         return self.group.submit(Call(name, self.role, run, **more))
 

@@ -18,7 +18,7 @@ from ray import cloudpickle
 from tensordict import TensorDict
 
 from arealite.api.script import users_code
-from arealite.core.batch import Column, Piece, cut, join, pack, unpack
+from arealite.core.batch import Piece, RemoteBatch, cut, join, pack, unpack
 from arealite.core.drawing import CallState
 from arealite.launcher.plan.layout import Group
 from arealite.utils import heartbeat, trace
@@ -47,8 +47,7 @@ class Call:
     run: Run
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    batch: Mapping[str, Column] | None = None  # its columns by name; None is a call without a batch
-    num_parts: int = 0
+    batch: RemoteBatch | None = None
     output: str | None = None  # name of the tensor that it returns
     after: tuple[Any, ...] = ()  # futures of what must have ended before it starts
     redo: Redo = "in_step"

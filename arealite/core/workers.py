@@ -22,7 +22,7 @@ from arealite.api.config.checks import check_workers
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.core.batch import Column, Pieces, RemoteBatch, join, pack, unpack, with_counts
+from arealite.core.batch import Column, Pieces, RemoteBatch, join, pack, unpack
 from arealite.core.group import WorkerGroup
 from arealite.core.page import Incident
 from arealite.core.records import CallRecord
@@ -139,10 +139,6 @@ class Workers:
         )
         return RolloutWorkers(spec, self._note_incident)
 
-    def machines(self) -> dict[Group, tuple[str, ...]]:
-        """Return the nodes of each group that runs."""
-        return {group.spec: group.machines for group in self.groups}
-
     def take_records(self) -> list[CallRecord]:
         """Return the records of calls that have ended since the last time."""
         return [self._records.popleft() for _ in range(len(self._records))]
@@ -200,7 +196,7 @@ class Workers:
     def fetch(self, column: Column, batch: RemoteBatch) -> torch.Tensor:
         """Return a column as a tensor of the whole batch, its rows where they were before it was scattered."""
         key = column.key
-        columns = {name: batch[name] for name in with_counts(["attention_mask", key]) if name != key} | {key: column}
+        columns = {**batch.select([key]), key: column}
         pieces = {name: _fetched(one.pieces) for name, one in columns.items()}
         parts = [
             unpack({name: piece[columns[name].key] for name, piece in zip(pieces, part)})

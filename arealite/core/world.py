@@ -135,7 +135,8 @@ class World:
         agree is raised as it is.
         """
         told = cloudpickle.dumps(call.for_ranks(layout))
-        owners = [part * self.spec.num_ranks // max(call.num_parts, 1) for part in range(call.num_parts)]
+        num_parts = 0 if call.batch is None else call.batch.num_parts
+        owners = [part * self.spec.num_ranks // num_parts for part in range(num_parts)]
         first: list[Any] = []
         made: list[Any] = []
         for rank, actor in enumerate(self._actors):

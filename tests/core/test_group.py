@@ -27,7 +27,7 @@ from arealite.api.errors import GroupLostError
 from arealite.core import world
 from arealite.core.batch import Column, Pieces, RemoteBatch, pack
 from arealite.core.drawing import CallState
-from arealite.core.group import Task, WorkerGroup, columns_of
+from arealite.core.group import Task, WorkerGroup
 from arealite.core.records import CallRecord
 from arealite.core.remote_engine import RemoteEngine
 from arealite.core.worker import Call, GroupSpec, Redo
@@ -313,7 +313,7 @@ def test_pieces_on_a_node_that_dies_are_made_again(
     totals = []
     for one in wide:
         batch["wide"] = Column(one.pieces, "wide")
-        call = Call("actor.total", "actor", "total", batch=columns_of(batch, ("attention_mask", "wide")), num_parts=1)
+        call = Call("actor.total", "actor", "total", batch=batch.select(["wide"]))
         totals.append(user.submit(call).values.result(timeout=120)[0].value["total"])
     assert totals == [1.0 * WIDE, 2.0 * WIDE]
     assert wide[0].pieces.result()[0].hex() != first
@@ -323,8 +323,8 @@ def test_pieces_on_a_node_that_dies_are_made_again(
 
 
 def widening(group: WorkerGroup, batch: RemoteBatch, factor: float, step: int | None) -> Call:
-    columns, kwargs = columns_of(batch, ("input_ids", "attention_mask")), {"factor": factor}
-    return Call("ref.widen", "ref", "widen", kwargs=kwargs, batch=columns, num_parts=1, output="wide", step=step)
+    seen, kwargs = batch.select(["input_ids"]), {"factor": factor}
+    return Call("ref.widen", "ref", "widen", kwargs=kwargs, batch=seen, output="wide", step=step)
 
 
 def test_who_waits_for_pieces_that_nobody_will_make_again_learns_why() -> None:
