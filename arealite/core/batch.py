@@ -169,7 +169,7 @@ class RemoteBatch(UserDict[str, Column]):
     def num_parts(self) -> int:
         return len(self.order)
 
-    def select(self, keys: Iterable[str] = ()) -> RemoteBatch:
+    def select(self, keys: Sequence[str] = ()) -> RemoteBatch:
         """Return the columns of `keys` that there are, with those that restore them; without keys all."""
         wanted = with_counts([_MASK, *keys]) if keys else list(self)
         selected = RemoteBatch(self.order)

@@ -64,8 +64,7 @@ class CheckpointedEngine(Stateful):
         state, rng = self._kept
         del self._kept
         files = distributed.agreed(lambda: self._write_files(Path(folder), state, rng), self._state_group)
-        parts = [files] * dist.get_world_size()
-        dist.all_gather_object(parts, files, group=self._state_group)
+        parts = distributed.of_all_ranks(files, self._state_group)
         return {name: entry for part in parts for name, entry in part.items()}
 
     def _write_files(self, folder: Path, state: dict[str, Any], rng: dict[str, Any]) -> dict[str, FileEntry]:

@@ -43,7 +43,7 @@ from arealite.engine.ppo.batch import finite_rewards, groups_of, require_key, re
 from arealite.engine.ppo.metrics import OF_TOKENS, MaskedMetrics, note_losses, note_tokens, of_runs
 from arealite.engine.ppo.objective import TokenLossFn, objective_of
 from arealite.engine.ppo.own_functions import checked_advantages, checked_loss_fn
-from arealite.utils.distributed import all_reduce, all_reduce_numbers
+from arealite.utils.distributed import all_reduce, all_reduce_numbers, of_all_ranks
 from arealite.utils.tensors import INPUTS
 
 # What scripts of the original call these; a key that nobody reads would change the objective silently.
@@ -417,10 +417,7 @@ class PPOActor:
 
     def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors of all ranks, which may differ in length."""
-        group = self.engine.parallelism_group
-        of_ranks: list[torch.Tensor] = [tensor] * dist.get_world_size(group)
-        dist.all_gather_object(of_ranks, tensor.cpu(), group=group)
-        return [one.to(tensor.device) for one in of_ranks]
+        return [one.to(tensor.device) for one in of_all_ranks(tensor.cpu(), self.engine.parallelism_group)]
 
 
 class FSDPPPOActor(FSDPEngine, PPOActor):

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from arealite.utils.distributed import all_reduce
+from arealite.utils.distributed import of_all_ranks
 
 
 def require_key(batch: TensorDict, key: str, because: str, remedy: str) -> None:
@@ -49,14 +49,9 @@ def groups_of(batch: TensorDict, group_size: int, group: dist.ProcessGroup) -> t
                 f"the rows of a rank must be a multiple of group_size {group_size}: got {what}. "
                 "Give the batch a group_index, as prepare_batch does."
             )
-        counts = torch.zeros(dist.get_world_size(group))
-        rank = dist.get_rank(group)
-        counts[rank] = num_rows // group_size
-        first = int(all_reduce(counts, group=group)[:rank].sum())
+        first = sum(of_all_ranks(num_rows // group_size, group)[: dist.get_rank(group)])
         groups_B = first + torch.arange(num_rows, device=batch["attention_mask"].device) // group_size
-    of_ranks: list[torch.Tensor] = [groups_B] * dist.get_world_size(group)
-    dist.all_gather_object(of_ranks, groups_B.unique().cpu(), group=group)
-    known_G = torch.cat(of_ranks).unique().to(groups_B)
+    known_G = torch.cat(of_all_ranks(groups_B.unique().cpu(), group)).unique().to(groups_B)
     if not len(known_G):
         raise ValueError("a batch must have a row on some rank: got none. Train on what prepare_batch returns.")
     return torch.searchsorted(known_G, groups_B), len(known_G)

@@ -11,6 +11,7 @@ from tensordict import TensorDict
 
 from arealite.algorithms.ratios import masked_log_ratio
 from arealite.api.workflow_api import Runs, own_metrics
+from arealite.utils.distributed import of_all_ranks
 from arealite.utils.stats import Reduction, reduction_of
 
 OF_TOKENS = ("log_ratio", "logprob_gap")
@@ -38,10 +39,8 @@ class MaskedMetrics:
 
     def reduce(self, group: dist.ProcessGroup) -> dict[str, float]:
         """Return the results, also of names that only other ranks added (collective)."""
-        of_ranks: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size(group)
-        dist.all_gather_object(of_ranks, {name: entry.cpu() for name, entry in self._totals.items()}, group=group)
         totals: dict[str, torch.Tensor] = {}
-        for of_rank in of_ranks:
+        for of_rank in of_all_ranks({name: entry.cpu() for name, entry in self._totals.items()}, group):
             _merge(totals, of_rank)
         return {name: total.item() / max(count.item(), 1.0) for name, (total, count) in totals.items()}
 
