@@ -1,12 +1,10 @@
 """Configs of AReaLite v0.3 and of AReaL, by the loader's own tables of old keys."""
 
-from typing import Any
-
 from arealite.api.config.legacy import Change, migrate
 from arealite.api.config.placements import spelled_out
 from arealite.api.config.schema import ConfigKey
 from arealite.api.config.words import hint
-from arealite.migrate.rules import New, Tree, has, shown
+from arealite.migrate.rules import New, Tree, at, has, shown
 
 V03: Tree = {
     "actor.reward_clip": 20.0,
@@ -43,7 +41,7 @@ def translated(given: Tree, keys: dict[str, ConfigKey]) -> New:
     new = New(kept)
     new.problems += problems
     for change in changes:
-        was = _at(given, change.old)
+        was = at(given, change.old)
         for key, value in change.new.items():
             new.origins[key] = change.old
             became = f"{change.old}: {shown(change.old, was)}" if was is not None else "what the backends said"
@@ -85,10 +83,3 @@ def _add_defaults(new: New, given: Tree) -> None:
         is_moot = (leaf == "kl_ctl" and not given.get("ref")) or (leaf == "group_reward_norm" and "reward_norm" in was)
         if not is_known and not is_moot and leaf not in was:
             new.put(key, value, f"{framework}'s default")
-
-
-def _at(tree: Any, key: str) -> Any:
-    """Return what stands at a dotted key; None if nothing does."""
-    for part in key.split("."):
-        tree = tree.get(part) if isinstance(tree, dict) else None
-    return tree

@@ -14,12 +14,7 @@ _WHERE_ENVIRONMENTS_GO = "environments of verifiers are a workflow here, or a da
 
 
 def _warmup(value: Any, old: Old) -> Any:
-    total = old["max_steps"]
-    if not value:
-        return 0.0
-    if not total:
-        return Because(MISSING, "steps of warmup, as a share of all")
-    return Because(min(1.0, value / total), f"{value} of {total} steps")
+    return rules.share_of_steps(value, old["max_steps"])
 
 
 def _min_lr(lr: str) -> Any:

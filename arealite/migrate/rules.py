@@ -210,14 +210,16 @@ def to_fill_in(tree: Tree, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
+def at(tree: Any, key: str, *, otherwise: Any = None) -> Any:
+    """Return what stands at a dotted key, or something else if nothing does."""
+    for part in key.split("."):
+        tree = tree.get(part, ABSENT) if isinstance(tree, dict) else ABSENT
+    return otherwise if tree is ABSENT else tree
+
+
 def has(tree: Tree, key: str) -> bool:
     """Tell whether a dotted key is given."""
-    node: Any = tree
-    for part in key.split("."):
-        if not isinstance(node, dict) or part not in node:
-            return False
-        node = node[part]
-    return True
+    return at(tree, key, otherwise=ABSENT) is not ABSENT
 
 
 def _flat(block: Tree, prefix: str, known: Set[str]) -> Iterator[tuple[str, Any]]:
@@ -295,6 +297,15 @@ def name_of_run(value: Any, old: Old) -> Any:
 def name_of_trial(value: Any, old: Old) -> Any:
     """Make a name of a folder of it; runs that have none are the first."""
     return name_of_run(value, old) if value else Because("trial0", "each run has a name")
+
+
+def share_of_steps(steps: Any, total: Any, why: str = "") -> Because:
+    """Make a share of all steps of steps of warmup; leave it to be filled in where the total is not known."""
+    if not steps:
+        return Because(0.0, "no warmup")
+    if total is None or total <= 0:
+        return Because(MISSING, f"{steps} steps, as a share of all{why}")
+    return Because(min(1.0, steps / total), f"{steps} of {total} steps")
 
 
 def at_least_one(value: Any) -> int:

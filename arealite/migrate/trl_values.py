@@ -87,9 +87,7 @@ def warmup(value: Any, old: Old) -> Any:
         return Because(0.0, "constant has no warmup in TRL")
     if value < 1:
         return float(value)
-    if old["max_steps"] is not None and old["max_steps"] > 0:
-        return Because(min(1.0, value / old["max_steps"]), f"{value} of {old['max_steps']} steps")
-    return Because(MISSING, f"{value} steps, as a share of all optimizer steps, which epochs decide")
+    return rules.share_of_steps(value, old["max_steps"], " optimizer steps, which epochs decide")
 
 
 def schedule(value: Any, old: Old) -> Tree:

@@ -282,10 +282,7 @@ def warmup(value: Any, old: Old) -> Any:
     """Make a share of all steps of a number of steps."""
     if value is None or value < 0:
         return NOTHING
-    total = old["trainer.total_training_steps"]
-    if value and not total:
-        return Because(MISSING, f"{value} steps, as a share of all")
-    return Because(value / total if value else 0.0, f"{value} of {total} steps")
+    return rules.share_of_steps(value, old["trainer.total_training_steps"])
 
 
 def lora(value: Any, old: Old) -> Any:

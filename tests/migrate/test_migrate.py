@@ -161,6 +161,13 @@ def test_a_config_of_verl(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(("steps", "share", "told"), [(300, 1.0, "300 of 200 steps"), (0, 0.0, "no warmup")])
+def test_steps_of_warmup_are_a_share_of_all(tmp_path: Path, steps: int, share: float, told: str) -> None:
+    _, text = migrated(tmp_path, VERL.replace("lr_warmup_steps: 10", f"lr_warmup_steps: {steps}"))
+    assert loaded(tmp_path).actor.optimizer.warmup_steps_proportion == share
+    assert f"lr_warmup_steps: {steps}; {told}" in text
+
+
 def test_a_critic_of_verl_makes_a_config_of_ppo(tmp_path: Path) -> None:
     text = VERL.replace("adv_estimator: grpo, norm_adv_by_std_in_grpo: false", "lam: 0.9, gamma: 0.99")
     migrated(tmp_path, f"{text}critic: {{optim: {{lr: 3e-5}}, cliprange_value: 0.4}}\n")
