@@ -43,6 +43,7 @@ class Task:
     begins: bool = False
     num_attempts: int = 0
     is_done: bool = False
+    state: CallState = field(default_factory=CallState)
 
     def succeed(self, outcomes: list[Outcome], references: list[Any]) -> None:
         """Hand over the first outcome; of a repetition only the pieces are of use."""
@@ -181,7 +182,7 @@ class WorkerGroup:
             task.num_attempts += 1
             self.num_replayed += task.num_attempts > 1
             begin = time.time()
-            call.watch(call.name, CallState("running", begin))
+            task.state = CallState("running", begin)
             outcomes, made = world.run(call, layout, references)
         except LossError as loss:
             for column in (call.batch or {}).values() if loss.lost_piece else ():
@@ -206,7 +207,7 @@ class WorkerGroup:
                 machines=world.machines,
             )
         )
-        call.watch(call.name, CallState("replayed" if task.num_attempts > 1 else "done", begin, time.time()))
+        task.state = CallState("replayed" if task.num_attempts > 1 else "done", begin, time.time())
         task.is_done = True
         if call.redo in ("never", "until_done"):
             self._forget(task)

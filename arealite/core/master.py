@@ -18,7 +18,6 @@ from arealite.api.errors import ConfigError
 from arealite.api.io_struct import FinetuneSpec
 from arealite.api.run_folder import RunFolder
 from arealite.core.batch import Column, RemoteBatch
-from arealite.core.drawing import CallState
 from arealite.core.graph import DataFlowGraph, ModelFunctionCall
 from arealite.core.group import Task
 from arealite.core.names import named
@@ -48,8 +47,8 @@ class Master:
             make_workflow = named("agent", make_workflow, key="make_workflow")
         self._make_workflow = make_workflow
         self._calls_ahead = _calls_ahead(config, graph)
-        self._ahead: dict[str, Task] = {}  # those of the next step's batch
-        self._states_ahead: dict[str, CallState] = {}
+        self._tasks: dict[str, Task] = {}  # of the step
+        self._ahead: dict[str, Task] = {}  # of the next step's batch
         self._records_ahead: list[CallRecord] = []
         self.progress = Progress(graph)
 
@@ -131,15 +130,15 @@ class Master:
         that batch must come next. A metric that several calls return bears the role in front, except the first one.
         """
         calls = [call for call in self.graph.order() if not call.is_source]
-        tasks, self._ahead = self._ahead, {}
+        tasks = self._tasks = self._ahead
+        self._ahead = {}
         for call in calls:
             if call.name not in tasks:
-                tasks[call.name] = self._submit(call, batch, tasks, self.progress.states)
+                tasks[call.name] = self._submit(call, batch, tasks)
         following = reserve([one.values for one in tasks.values()]) if self._calls_ahead and reserve else None
         if following is not None:
             for call in self._calls_ahead:
-                task = self._submit(call, following, self._ahead, self._states_ahead, step=self.progress.step + 1)
-                self._ahead[call.name] = task
+                self._ahead[call.name] = self._submit(call, following, self._ahead, step=self.progress.step + 1)
         metrics: dict[str, float] = {}
         for call in calls:
             outcome = self.engines[call.role].wait(tasks[call.name])
@@ -153,7 +152,6 @@ class Master:
         call: ModelFunctionCall,
         batch: RemoteBatch,
         tasks: Mapping[str, Task],
-        states: dict[str, CallState],
         *,
         step: int | None = None,
     ) -> Task:
@@ -169,7 +167,6 @@ class Master:
             kwargs=call.kwargs,
             output=call.outputs[0].removesuffix("?") if len(call.outputs) == 1 else None,
             after=[tasks[one].values for one in call.after],
-            watch=states.__setitem__,
             step=step,
         )
         for key in call.outputs:
@@ -185,7 +182,7 @@ class Master:
         records = [*self._records_ahead, *(one for one in records if one.call in self.graph.named)]
         calls = [one for one in records if one.step == self.progress.step]
         self._records_ahead = [one for one in records if one.step > self.progress.step]
-        self.progress.calls, self.progress.states, self._states_ahead = calls, self._states_ahead, {}
+        self.progress.calls, self._tasks = calls, self._ahead
         if not calls:
             return self.workers.metrics()
         last = summary(calls, [group.spec.name for group in self.workers.groups])
@@ -201,6 +198,7 @@ class Master:
         progress.incidents = self.workers.incidents
 
         def write() -> None:
+            progress.states = {name: task.state for name, task in [*self._tasks.items()]}  # others are submitted
             progress.machines = {group.spec: group.machines for group in self.workers.groups}
             write_page(RunFolder(self.config), progress, now=time.time())
 

@@ -19,7 +19,6 @@ from tensordict import TensorDict
 
 from arealite.api.script import users_code
 from arealite.core.batch import Piece, RemoteBatch, cut, join, pack, unpack
-from arealite.core.drawing import CallState
 from arealite.launcher.plan.layout import Group
 from arealite.utils import heartbeat, trace
 from arealite.utils.distributed import is_agreed
@@ -32,10 +31,6 @@ Run = str | Callable[..., Any]
 Redo = Literal["never", "until_done", "in_step", "always"]
 """When workers that replace lost ones do a call: never (its caller gets an error), while it has not ended (it changes
 nothing), until its step is over, or always (it makes the engine what it is)."""
-
-
-def nobody(name: str, state: CallState) -> None:
-    """Watch a call that nobody watches."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +49,11 @@ class Call:
     timeout_s: float | None = None  # None is that of the group
     life: int | None = None  # `num_respawns` of the group when its arguments were made, if only those workers can do it
     step: int | None = None  # whose batch it works on, if that is the next step
-    watch: Callable[[str, CallState], None] = nobody  # is told when it begins and ends
     layout: tuple[Mapping[str, str], ...] = ()  # of a part: keys of each piece by their names in the batch
 
     def for_ranks(self, layout: Sequence[Mapping[str, str]]) -> Call:
         """Return what each rank needs; the pieces of its parts follow as arguments, part after part."""
-        return replace(self, batch=None, after=(), watch=nobody, layout=tuple(layout))
+        return replace(self, batch=None, after=(), layout=tuple(layout))
 
 
 @dataclass(frozen=True)
