@@ -150,7 +150,7 @@ class Column:
     pieces: Pieces
     key: str
     outcomes: Future[list[Any]] | None = None
-    """Tell whether the key was made; None for one that must be."""
+    """Tell whether the key was made, once the pieces are there; None for one that must be."""
 
     def exists(self) -> bool:
         """Wait for the call that makes the column, and tell whether it has."""

@@ -46,17 +46,17 @@ class Task:
     state: CallState = field(default_factory=CallState)
 
     def succeed(self, outcomes: list[Outcome], references: list[Any]) -> None:
-        """Hand over the first outcome; of a repetition only the pieces are of use."""
-        self.pieces.settle(references)
+        """Hand over the first outcome; of a repetition only the pieces are of use. Who has pieces finds values."""
         if not self.values.done():
             self.values.set_result(outcomes)
+        self.pieces.settle(references)
 
     def fail(self, error: BaseException) -> None:
         """Tell all who wait, also those who have the values and wait for pieces that are made again."""
-        if not self.pieces.is_settled():
-            self.pieces.settle(None, error)
         if not self.values.done():
             self.values.set_exception(error)
+        if not self.pieces.is_settled():
+            self.pieces.settle(None, error)
 
 
 class WorkerGroup:
@@ -149,12 +149,16 @@ class WorkerGroup:
         if self._world is None:
             self._form_world()
         with CHANGED:
-            CHANGED.wait_for(lambda: self._loss or self._error or self._next())
-            if self._loss is not None:
-                raise self._loss
+            self._wait_for(self._next)
             task = self._next()
-        if task is not None:
-            self._do(task)
+        assert task is not None, "it was waited for"
+        self._do(task)
+
+    def _wait_for(self, is_there: Callable[[], object]) -> None:
+        """Wait for something, while holding CHANGED; raise what another thread has noticed meanwhile."""
+        CHANGED.wait_for(lambda: self._loss or self._error or is_there())
+        if (failure := self._loss or self._error) is not None:
+            raise failure
 
     def _next(self) -> Task | None:
         return next((task for task in self._tasks if not task.is_done), None)
@@ -216,19 +220,11 @@ class WorkerGroup:
     def _inputs(self, call: Call) -> tuple[tuple[Mapping[str, str], ...], list[list[Any]]]:
         """Wait for the inputs of a call; return the keys of the pieces of a part, and the references of each part."""
         columns = dict(call.batch or {})
-        futures = {*call.after, *(one.outcomes for one in columns.values() if one.outcomes is not None)}
-        for future in futures:
-            future.add_done_callback(_wake)
-        pieces = {one.pieces for one in columns.values()}
-        inputs = [future.done for future in futures] + [one.is_settled for one in pieces]
+        awaited = {*call.after, *(one.pieces for one in columns.values())}
         with CHANGED:
-            CHANGED.wait_for(lambda: self._loss or self._error or all(is_there() for is_there in inputs))
-            if self._loss is not None:
-                raise self._loss
-            if self._error is not None:
-                raise self._error
-            for future in call.after:
-                future.result()
+            self._wait_for(lambda: all(pieces.is_settled() for pieces in awaited))
+            for pieces in call.after:
+                pieces.result()
             sources: dict[int, tuple[Column, dict[str, str]]] = {}
             for name, column in columns.items():
                 if column.exists():
@@ -335,8 +331,3 @@ def _agreed(error: GroupLostError) -> GroupLostError:
     """Return an error that the one rank of the master raises."""
     vars(error)["is_agreed"] = True
     return error
-
-
-def _wake(_: Future[Any]) -> None:
-    with CHANGED:
-        CHANGED.notify_all()

@@ -166,7 +166,7 @@ class Master:
             name=call.name,
             kwargs=call.kwargs,
             output=call.outputs[0].removesuffix("?") if len(call.outputs) == 1 else None,
-            after=[tasks[one].values for one in call.after],
+            after=[tasks[one].pieces for one in call.after],
             step=step,
         )
         for key in call.outputs:

@@ -18,7 +18,7 @@ from ray import cloudpickle
 from tensordict import TensorDict
 
 from arealite.api.script import users_code
-from arealite.core.batch import Piece, RemoteBatch, cut, join, pack, unpack
+from arealite.core.batch import Piece, Pieces, RemoteBatch, cut, join, pack, unpack
 from arealite.launcher.plan.layout import Group
 from arealite.utils import heartbeat, trace
 from arealite.utils.distributed import is_agreed
@@ -44,7 +44,7 @@ class Call:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     batch: RemoteBatch | None = None
     output: str | None = None  # name of the tensor that it returns
-    after: tuple[Any, ...] = ()  # futures of what must have ended before it starts
+    after: Sequence[Pieces] = ()  # of calls that must have ended before it starts
     redo: Redo = "in_step"
     timeout_s: float | None = None  # None is that of the group
     life: int | None = None  # `num_respawns` of the group when its arguments were made, if only those workers can do it
