@@ -70,8 +70,7 @@ class GraphBuilder:
     def __init__(self, engines: Mapping[str, type], publishes: str) -> None:
         self._engines, self._publishes = dict(engines), publishes
         self._definitions: dict[str, MFCDef] = {}
-        self._inputs: dict[str, dict[str, None]] = {}
-        self._outputs: dict[str, dict[str, None]] = {}
+        self._flows: list[tuple[MFCDef, MFCDef, tuple[str, ...]]] = []
 
     def add_mfc_dataflow(self, src: MFCDef, dst: MFCDef, keys: Iterable[str]) -> None:
         """Let `dst` read what `src` makes. Raises ConfigError for two definitions of one name, or keys to a source."""
@@ -84,8 +83,7 @@ class GraphBuilder:
             f"call {dst.name} must be given no keys, as episodes begin with a row of train_dataset: got "
             f"{listed(flow)} of {src.name}. Remove this flow.",
         )
-        self._outputs.setdefault(src.name, {}).update(dict.fromkeys(flow))
-        self._inputs.setdefault(dst.name, {}).update(dict.fromkeys(flow))
+        self._flows.append((src, dst, flow))
 
     def build(self, config: BaseExperimentConfig) -> DataFlowGraph:
         """Return the graph, checked but for what `DataFlowGraph.check` does. ConfigError names what is unknown."""
@@ -104,7 +102,8 @@ class GraphBuilder:
         return DataFlowGraph([*map(self._call, self._definitions.values())], self._engines, self._publishes)
 
     def _call(self, one: MFCDef) -> ModelFunctionCall:
-        made, read = self._outputs.get(one.name, {}), self._inputs.get(one.name, {})
+        read = dict.fromkeys(key for _, dst, keys in self._flows if dst == one for key in keys)
+        made = dict.fromkeys(key for src, _, keys in self._flows if src == one for key in keys)
         keys = tuple(read), tuple(key for key in made if f"{key}?" not in made)
         run = None if one.role == "rollout" else self._function(one)
         return ModelFunctionCall(one.name, one.role, str(one.interface_type), run, *keys, one.func_kwargs)  # type: ignore[arg-type]
