@@ -70,7 +70,11 @@ def publish_checkpoint(model: PreTrainedModel, meta: WeightUpdateMeta, dtype: to
     torch.cuda.empty_cache()  # servers that wake up on this device need what the update took; nothing without one
 
     def publish() -> None:
-        _publish(model, state, meta, dtype)
+        assert meta.path is not None, "an update through the disk needs a path"
+        partial = f"{meta.path}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        write_checkpoint(model, state, partial, dtype)
+        publish_folder(Path(partial), Path(meta.path))
         if meta.wants_fingerprints:
             meta.fingerprints |= fingerprints(state)
 
@@ -82,16 +86,6 @@ def _gather(model: PreTrainedModel, dtype: torch.dtype, *, is_partial: bool = Fa
     # A tensor may be a view of padded storage or of fused experts, which safetensors refuses: copy it out.
     params = iter_full_params(model, dtype, is_partial=is_partial)
     return {name: tensor.to("cpu", copy=True) for name, tensor in params if not tensor.is_meta}
-
-
-def _publish(
-    model: PreTrainedModel, state: dict[str, torch.Tensor], meta: WeightUpdateMeta, dtype: torch.dtype
-) -> None:
-    assert meta.path is not None, "an update through the disk needs a path"
-    partial = f"{meta.path}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    write_checkpoint(model, state, partial, dtype)
-    publish_folder(Path(partial), Path(meta.path))
 
 
 class WeightSender:

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from arealite.engine.hf_model import is_classifier, load_whole_model, model_config
+from arealite.engine.output_layer import values_of
 from arealite.utils.hf import require_same_vocabulary
 from arealite.utils.threads import in_thread
 
@@ -68,13 +70,11 @@ class RewardModel:
 
     def _score_padded(self, rows: Sequence[Sequence[int]]) -> list[float]:
         lengths_B = torch.tensor([len(row) for row in rows], device=self.device)
-        mask_BT = torch.arange(int(lengths_B.max()), device=self.device) < lengths_B[:, None]
-        ids_BT = torch.zeros(mask_BT.shape, dtype=torch.long, device=self.device)
-        ids_BT[mask_BT] = torch.tensor([token for row in rows for token in row], device=self.device)
+        ids_BT = pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], batch_first=True).to(self.device)
+        mask_BT = torch.arange(ids_BT.shape[1], device=self.device) < lengths_B[:, None]
         hidden_BTH = self._model.base_model(input_ids=ids_BT, attention_mask=mask_BT.long()).last_hidden_state
-        last_BH = hidden_BTH[torch.arange(len(rows), device=self.device), lengths_B - 1].float()
-        scores: list[float] = (last_BH @ self._model.get_submodule("score").weight.float().T).squeeze(-1).tolist()
-        return scores
+        last_BH = hidden_BTH[torch.arange(len(rows), device=self.device), lengths_B - 1]
+        return values_of(self._model)(last_BH).tolist()
 
     @functools.cached_property
     def _model(self) -> Any:
