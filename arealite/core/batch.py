@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +73,14 @@ def unpack(arrays: Mapping[str, _Array]) -> TensorDict:
             _bits(padded)[real.numpy()] = array.values
             part[key] = padded
     return TensorDict(part, batch_size=[part[_MASK].shape[0]])
+
+
+def restored(layout: Collection[Mapping[str, str]], parts: Iterable[Sequence[Piece]]) -> list[TensorDict]:
+    """Return parts of a batch, each from its pieces, whose keys `layout` has by their names in the batch."""
+    return [
+        unpack({name: piece[key] for names, piece in zip(layout, part) for name, key in names.items()})
+        for part in parts
+    ]
 
 
 def join(parts: Sequence[TensorDict]) -> TensorDict:
@@ -175,6 +183,14 @@ class RemoteBatch(UserDict[str, Column]):
         selected = RemoteBatch(self.order)
         selected.update({key: self[key] for key in wanted if key in self})
         return selected
+
+    def layout(self) -> dict[Pieces, dict[str, str]]:
+        """Return the columns that exist by the pieces where they lie: the keys there by their names here."""
+        found: dict[Pieces, dict[str, str]] = {}
+        for name, column in self.items():
+            if column.exists():
+                found.setdefault(column.pieces, {})[name] = column.key
+        return found
 
     def __setitem__(self, key: str, column: Column) -> None:
         if not isinstance(column, Column):

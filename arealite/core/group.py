@@ -20,7 +20,7 @@ import ray
 from ray.util.placement_group import remove_placement_group
 
 from arealite.api.errors import GroupLostError
-from arealite.core.batch import CHANGED, Column, Pieces
+from arealite.core.batch import CHANGED, Pieces, RemoteBatch
 from arealite.core.drawing import CallState
 from arealite.core.records import CallRecord
 from arealite.core.worker import Call, GroupSpec, Outcome
@@ -219,18 +219,15 @@ class WorkerGroup:
 
     def _inputs(self, call: Call) -> tuple[tuple[Mapping[str, str], ...], list[list[Any]]]:
         """Wait for the inputs of a call; return the keys of the pieces of a part, and the references of each part."""
-        columns = dict(call.batch or {})
-        awaited = {*call.after, *(one.pieces for one in columns.values())}
+        batch = call.batch or RemoteBatch([])
+        awaited = {*call.after, *(column.pieces for column in batch.values())}
         with CHANGED:
             self._wait_for(lambda: all(pieces.is_settled() for pieces in awaited))
             for pieces in call.after:
                 pieces.result()
-            sources: dict[int, tuple[Column, dict[str, str]]] = {}
-            for name, column in columns.items():
-                if column.exists():
-                    sources.setdefault(id(column.pieces), (column, {}))[1][name] = column.key
-            references = [column.pieces.result() for column, _ in sources.values()]
-        return tuple(names for _, names in sources.values()), [list(part) for part in zip(*references)]
+            layout = batch.layout()
+            references = [pieces.result() for pieces in layout]
+        return tuple(layout.values()), [list(part) for part in zip(*references)]
 
     def _forget(self, task: Task) -> None:
         with CHANGED:

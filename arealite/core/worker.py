@@ -15,10 +15,9 @@ from typing import Any, Literal
 
 import torch
 from ray import cloudpickle
-from tensordict import TensorDict
 
 from arealite.api.script import users_code
-from arealite.core.batch import Piece, Pieces, RemoteBatch, cut, join, pack, unpack
+from arealite.core.batch import Piece, Pieces, RemoteBatch, cut, join, pack, restored
 from arealite.launcher.plan.layout import Group
 from arealite.utils import heartbeat, trace
 from arealite.utils.distributed import is_agreed
@@ -137,7 +136,8 @@ class Worker:
         with trace.span(f"{call.role}.{name}"):
             if not call.layout:
                 return Outcome(run(*call.args, **kwargs) if callable(run) else run)
-            parts = _restored(call.layout, pieces)
+            size = len(call.layout)
+            parts = restored(call.layout, [pieces[i : i + size] for i in range(0, len(pieces), size)])
             batch = join(parts)
             before = dict(batch.items())
             value = run(batch, *call.args, **kwargs)
@@ -168,15 +168,6 @@ class RoleName:
     """Stands, among the keyword arguments of a call, for the engine of another role of the group."""
 
     role: str
-
-
-def _restored(layout: Sequence[Mapping[str, str]], pieces: Sequence[Piece]) -> list[TensorDict]:
-    """Return the parts of a batch from their pieces."""
-    parts = [pieces[first : first + len(layout)] for first in range(0, len(pieces), len(layout))]
-    return [
-        unpack({name: piece[key] for names, piece in zip(layout, part) for name, key in names.items()})
-        for part in parts
-    ]
 
 
 def _pickled(outcome: Outcome) -> bytes:

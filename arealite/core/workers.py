@@ -22,7 +22,7 @@ from arealite.api.config.checks import check_workers
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.core.batch import Column, Pieces, RemoteBatch, join, pack, unpack
+from arealite.core.batch import Column, Pieces, RemoteBatch, join, pack, restored
 from arealite.core.group import WorkerGroup
 from arealite.core.page import Incident
 from arealite.core.records import CallRecord
@@ -195,15 +195,12 @@ class Workers:
 
     def fetch(self, column: Column, batch: RemoteBatch) -> torch.Tensor:
         """Return a column as a tensor of the whole batch, its rows where they were before it was scattered."""
-        key = column.key
-        columns = {**batch.select([key]), key: column}
-        pieces = {name: _fetched(one.pieces) for name, one in columns.items()}
-        parts = [
-            unpack({name: piece[columns[name].key] for name, piece in zip(pieces, part)})
-            for part in zip(*pieces.values())
-        ]
+        columns = batch.select([column.key])
+        columns[column.key] = column
+        layout = columns.layout()
+        parts = restored(layout.values(), zip(*map(_fetched, layout)))
         rows = torch.tensor([row for part in batch.order for row in part], dtype=torch.long)
-        return join(parts)[key][rows.argsort()]
+        return join(parts)[column.key][rows.argsort()]
 
 
 def _fetched(pieces: Pieces) -> list[Any]:
