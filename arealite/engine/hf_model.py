@@ -74,7 +74,9 @@ def load_whole_model(
         missing = {HEAD} if has_value_head else set()
     else:
         has_head = is_classifier(config)
-        with _without_load_report():
+        with contextlib.ExitStack() as quietly:  # a head that is in the model or in the checkpoint only is meant
+            quietly.callback(transformers_logging.set_verbosity, transformers_logging.get_verbosity())
+            transformers_logging.set_verbosity_error()
             model, told = load_model(kind, path, config=config, dtype=torch.float32, output_loading_info=True)
         missing = set(told["missing_keys"])  # transformers made them up
         if unknown := sorted(missing - ({HEAD} if has_value_head and not has_head else set())):
@@ -114,17 +116,6 @@ def _kind_and_config(path: str, has_value_head: bool) -> tuple[Any, PreTrainedCo
         )
     config.num_labels = 1
     return AutoModelForSequenceClassification, config
-
-
-@contextlib.contextmanager
-def _without_load_report() -> Iterator[None]:
-    """Let transformers not warn of a head that is in the model or in the checkpoint only: that is meant."""
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
 
 
 def is_classifier(config: PreTrainedConfig) -> bool:
