@@ -140,7 +140,7 @@ def evaluate(value: Any, old: Old) -> Any:
     new: Tree = {"valid_dataset.split": Because(old["dataset_test_split"], "dataset_test_split")}
     if value == "epoch":
         return new | {"evaluator.freq_epochs": 1}
-    steps = old["eval_steps"] or old["logging_steps"]
+    steps = old["eval_steps"] or old["logging_steps"] or 10  # as TRL logs by default
     if steps < 1:
         raise WithoutCounterpart("eval_steps below 1 is a share of all steps: set evaluator.freq_steps")
     return new | {"evaluator.freq_steps": Because(batches(steps, old), f"eval_steps: {steps}")}

@@ -161,6 +161,12 @@ def test_a_config_of_verl(tmp_path: Path) -> None:
     )
 
 
+def test_trl_evaluates_as_often_as_it_logs_unless_told_otherwise(tmp_path: Path) -> None:
+    for more, freq_steps in (("", 5), ("logging_steps: 4\n", 2), ("logging_steps: 4\neval_steps: 60\n", 30)):
+        migrated(tmp_path, f"{TRL}eval_strategy: steps\n{more}", status=1)  # the reward is to be filled in
+        assert loaded(tmp_path, GRPOConfig, "reward=a:b").evaluator.freq_steps == freq_steps
+
+
 @pytest.mark.parametrize(("steps", "share", "told"), [(300, 1.0, "300 of 200 steps"), (0, 0.0, "no warmup")])
 def test_steps_of_warmup_are_a_share_of_all(tmp_path: Path, steps: int, share: float, told: str) -> None:
     _, text = migrated(tmp_path, VERL.replace("lr_warmup_steps: 10", f"lr_warmup_steps: {steps}"))
