@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from arealite.utils.files import keep_rows, read_jsonl, reading, writing
 
@@ -64,42 +63,28 @@ def read_calls(path: Path) -> list[CallRecord]:
     """Return the records of a file; without a file there are none."""
     names = [one.name for one in fields(CallRecord)]
     with reading(path):
-        return [_record({name: row[name] for name in names}) for row in read_jsonl(path)]
-
-
-def _record(row: dict[str, Any]) -> CallRecord:
-    return CallRecord(**row | {"machines": tuple(row["machines"])})
+        rows = [{name: row[name] for name in names} for row in read_jsonl(path)]
+        return [CallRecord(**row | {"machines": tuple(row["machines"])}) for row in rows]
 
 
 def summary(calls: Sequence[CallRecord], groups: Iterable[str]) -> Summary:
     """Sum up one or more calls of a step, which these groups of workers ran."""
     begin = min(call.begin for call in calls)
     end = max(begin + 1e-3, *(call.end for call in calls))
-    idle = {group: idle_share(calls, group, begin, end) for group in groups}
+    idle = {group: 1.0 - _busy_s(one for one in calls if one.group == group) / (end - begin) for group in groups}
     return Summary(begin, end, overlap(calls), sum(call.moved_mib for call in calls), idle)
 
 
 def overlap(records: Sequence[CallRecord]) -> float:
     """Return the seconds of all calls per second in which any ran: 1 without overlap, 0 without calls."""
-    busy = _covered((record.begin, record.end) for record in records)
-    return sum(record.seconds for record in records) / busy if busy else 0.0
+    busy_s = _busy_s(records)
+    return sum(record.seconds for record in records) / busy_s if busy_s else 0.0
 
 
-def idle_share(records: Iterable[CallRecord], group: str, begin: float, end: float) -> float:
-    """Return the share of the time from `begin` to `end` (unix seconds) in which no call of a group ran."""
-    assert end > begin, (begin, end)
-    inside = (
-        (max(record.begin, begin), min(record.end, end))
-        for record in records
-        if record.group == group and record.begin < end and record.end > begin
-    )
-    return 1.0 - _covered(inside) / (end - begin)
-
-
-def _covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Return the length of the union of intervals."""
+def _busy_s(records: Iterable[CallRecord]) -> float:
+    """Return the seconds in which any of the calls ran."""
     total, reached = 0.0, float("-inf")
-    for begin, end in sorted(intervals):
-        total += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
+    for record in sorted(records, key=lambda one: one.begin):
+        total += max(0.0, record.end - max(record.begin, reached))
+        reached = max(reached, record.end)
     return total

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arealite.core.records import CallLog, CallRecord, Summary, idle_share, overlap, read_calls, summary
+from arealite.core.records import CallLog, CallRecord, Summary, overlap, read_calls, summary
 from arealite.utils.files import FileError
 
 
@@ -22,10 +22,8 @@ def test_calls_that_wait_one_second_each() -> None:
 
 def test_idle_share_of_a_group() -> None:
     records = [record(0, 2), record(1, 3), record(6, 9), record(0, 10, group="ref")]
-    assert idle_share(records, "actor", 0, 10) == 1 - 6 / 10
-    assert idle_share(records, "actor", 2, 8) == 1 - 3 / 6, "calls are cut at both ends"
-    assert idle_share(records, "ref", 0, 10) == 0.0
-    assert idle_share(records, "critic", 0, 10) == 1.0
+    idle = {"actor": 1 - 6 / 10, "ref": 0.0, "critic": 1.0}
+    assert summary(records, idle).idle == summary(records[::-1], idle).idle == idle
 
 
 def test_a_step_in_numbers() -> None:
@@ -39,13 +37,14 @@ def test_a_step_in_numbers() -> None:
 intervals = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), min_size=1, max_size=8)
 
 
-@given(intervals, st.integers(0, 20), st.integers(1, 20))
-def test_overlap_and_idle_share_of_whole_seconds(spans: list[tuple[int, int]], begin: int, length: int) -> None:
+@given(intervals, intervals)
+def test_overlap_and_idle_share_of_whole_seconds(spans: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
     records = [record(start, start + duration) for start, duration in spans]
     busy = {second for start, duration in spans for second in range(start, start + duration)}
     assert overlap(records) == sum(duration for _, duration in spans) / len(busy)
-    inside = busy & {*range(begin, begin + length)}
-    assert idle_share(records, "actor", begin, begin + length) == pytest.approx(1 - len(inside) / length)
+    calls = [*records, *(record(start, start + duration, group="ref") for start, duration in others)]
+    length = max(one.end for one in calls) - min(one.begin for one in calls)
+    assert summary(calls, ["actor"]).idle["actor"] == pytest.approx(1 - len(busy) / length)
 
 
 def test_a_log_reads_back_and_a_resumed_run_drops_what_it_redoes(tmp_path: Path) -> None:
