@@ -1,5 +1,8 @@
 """Pieces: what a batch becomes on its way through the object store."""
 
+from concurrent.futures import Future
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from arealite.core.batch import Column, Pieces, RemoteBatch, cut, join, pack, unpack
+from arealite.core.batch import Column, Pieces, RemoteBatch, cut, join, pack, restored, unpack
 
+TOKENS = ("input_ids", "attention_mask", "kept_ids", "kept_counts")
 RESTS = st.lists(st.integers(0, 5), min_size=1, max_size=4)
 
 
@@ -43,7 +47,7 @@ def assert_equal(left: TensorDict, right: TensorDict) -> None:
 @given(RESTS, st.integers(0, 9), st.booleans())
 def test_what_is_restored_is_what_was_sent(lengths: list[int], width: int, kept: bool) -> None:
     part = part_of(lengths, width=width, kept=kept)
-    tokens = [key for key in ("input_ids", "attention_mask", "kept_ids", "kept_counts") if key in part]
+    tokens = [key for key in TOKENS if key in part]
     rest = [key for key in sorted(part.keys()) if key not in tokens]
     assert_equal(unpack(pack(part, tokens) | pack(part, rest)), part)
 
@@ -80,6 +84,26 @@ def test_a_column_of_joined_parts_is_cut_into_those_of_the_parts(first: list[int
         num_kept = part["kept_ids"].shape[1]
         assert torch.equal(unpack(piece)["kept_ids"][:, :num_kept], part["kept_ids"])
         assert (unpack(piece)["kept_ids"][:, num_kept:] == 0).all()
+
+
+def test_selected_columns_are_restored_from_the_pieces_where_they_lie() -> None:
+    """Under the names of the batch, with what tells which entries are real, and without what its call did not make."""
+    parts = [part_of([2, 1], kept=True), part_of([3], kept=True)]
+    tokens, rest = (Pieces([pack(part, keys) for part in parts]) for keys in (TOKENS, ["values", "logprobs"]))
+    batch, outcomes = RemoteBatch([[0, 1], [2]]), Future[list[SimpleNamespace]]()
+    for name in TOKENS:
+        batch[name] = Column(tokens, name)
+    batch["old_values"] = Column(rest, "values")
+    batch["absent"] = Column(rest, "absent", outcomes)
+    outcomes.set_result([SimpleNamespace(made=("values",))])
+    selected = batch.select(["old_values", "kept_ids", "absent", "unknown"])
+    assert [*selected] == ["attention_mask", "old_values", "kept_ids", "kept_counts", "absent"]
+    layout = selected.layout()
+    names = {name: name for name in ("attention_mask", "kept_ids", "kept_counts")}
+    assert layout == {tokens: names, rest: {"old_values": "values"}}
+    for part, found in zip(parts, restored(layout.values(), zip(tokens.result(), rest.result())), strict=True):
+        assert_equal(found, part.select(*names).set("old_values", part["values"]))
+    assert [*batch.select()] == [*batch] and batch.select().num_parts == 2
 
 
 def test_a_remote_batch_names_what_it_lacks_and_takes_only_columns() -> None:
