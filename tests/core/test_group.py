@@ -23,6 +23,7 @@ from cluster.ray_cluster import RayCluster, ray_cluster
 from tensordict import TensorDict
 from testing_groups import WIDE, Tally, Unreadable
 
+from arealite.api.cli_args import DPOConfig, load_expr_config
 from arealite.api.errors import GroupLostError
 from arealite.core import world
 from arealite.core.batch import Column, Pieces, RemoteBatch, pack
@@ -30,6 +31,7 @@ from arealite.core.group import Task, WorkerGroup
 from arealite.core.records import CallRecord
 from arealite.core.remote_engine import RemoteEngine
 from arealite.core.worker import Call, GroupSpec, Redo
+from arealite.core.workers import Workers
 from arealite.launcher.place.ray import connect
 from arealite.utils import trace
 from arealite.utils.distributed import is_agreed
@@ -317,6 +319,20 @@ def test_pieces_on_a_node_that_dies_are_made_again(
     assert len(list((tmp_path / "strikes-1").iterdir())) == 4
     assert maker.num_respawns == 1
     assert user.num_respawns in (1, 2), "the second call may be sent before its pieces are there again"
+
+
+def test_what_is_fetched_has_the_rows_and_the_width_of_the_batch(cluster: RayCluster, tmp_path: Path) -> None:
+    """Parts are as wide as their longest row; one of them is as wide as the batch, which is wider than any row."""
+    config = tmp_path / "config.yaml"
+    config.write_text("experiment_name: e\ntrial_name: t\nworkers: {ref: {ranks: 3}}\nref: {}\n")
+    given = ["--config", str(config), f"cluster.fileroot={tmp_path}", "model.path=none", "train_dataset.path=none"]
+    workers = Workers(load_expr_config(given, DPOConfig)[0])
+    mask = torch.arange(9) < torch.tensor([5, 1, 4, 2, 3])[:, None]
+    batch = TensorDict({"attention_mask": mask, "input_ids": torch.randint(1, 99, mask.shape) * mask}, len(mask))
+    remote = workers.scatter(batch)
+    assert remote.num_parts == 3
+    for key, column in batch.items():
+        assert torch.equal(workers.fetch(remote[key], remote), column), key
 
 
 def widening(group: WorkerGroup, batch: RemoteBatch, factor: float, step: int | None) -> Call:
