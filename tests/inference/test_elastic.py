@@ -375,7 +375,7 @@ def test_a_sender_that_fails_is_not_asked_again(
         attempts.append(1)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("arealite.engine.fsdp_weights._publish", fail)
+    monkeypatch.setattr("arealite.engine.fsdp_weights.publish_folder", fail)
     with pytest.raises(WeightUpdateError, match="No space left"):
         publish_weights(actor, rollout, version=1)
     assert len(attempts) == 1
