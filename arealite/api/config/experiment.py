@@ -141,7 +141,7 @@ class BaseExperimentConfig(ConfigBase):
     def trained(self) -> tuple[str, TrainEngineConfig]:
         """Key and block of the model that is trained, `actor` or else `model`; it is also the one that is served."""
         for key in ("actor", "model"):
-            if (block := getattr(self, key, None)) is not None:
+            if isinstance(block := getattr(self, key, None), TrainEngineConfig):
                 return key, block
         raise ConfigError(
             "actor.path or model.path must be given: got neither. Set the one that the script trains; a config class "
@@ -162,7 +162,7 @@ class BaseExperimentConfig(ConfigBase):
     @property
     def has_critic(self) -> bool:
         """Whether each rank also trains a critic."""
-        return getattr(self, "critic", None) is not None
+        return isinstance(getattr(self, "critic", None), PPOCriticConfig)
 
     def validate(self) -> None:
         """Let the allocation name the servers, and refuse contradictions; experiments add their own."""

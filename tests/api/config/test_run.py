@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+
 import pytest
 
 from arealite.api.cli_args import (
@@ -14,6 +17,7 @@ from arealite.api.cli_args import (
     PPOConfig,
     RWConfig,
     SFTConfig,
+    load_expr_config,
 )
 from arealite.api.config.run import RunConfig, load_run_config
 from arealite.api.errors import ConfigError
@@ -145,6 +149,27 @@ def test_the_blocks_tell_what_is_trained_and_held(
 def test_a_reference_that_a_policy_with_adapters_contains_is_none(config: BaseExperimentConfig) -> None:
     config.trained[1].lora = LoRAConfig()
     assert not config.has_reference
+
+
+@dataclass
+class Judged(GRPOConfig):
+    """A class of a script, whose key `critic` is no block of ours."""
+
+    critic: str = "http://judge"
+
+
+@dataclass
+class Acted(SFTConfig):
+    """A class of a script, whose key `actor` is no block of ours."""
+
+    actor: str = "Hamlet"
+
+
+def test_keys_of_a_script_that_only_bear_the_name_of_a_block_are_none(tmp_path: Path) -> None:
+    assert Acted().trained[0] == "model"
+    (tmp_path / "config.yaml").write_text(COMMON)
+    words = ["--config", str(tmp_path / "config.yaml"), "actor.path=m", "gconfig.n_samples=4"]
+    assert not load_expr_config(words, Judged)[0].has_critic  # and its actor needs no baseline of a critic
 
 
 def test_a_config_without_a_model_is_refused() -> None:
