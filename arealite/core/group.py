@@ -91,8 +91,8 @@ class WorkerGroup:
         return () if self._world is None else self._world.machines
 
     def add(self, role: str, make: Callable[[], Any]) -> Task:
-        """Let every rank make the engine of a role: its first call."""
-        return self.submit(Call(f"{role}.make", role, make, redo="always"))
+        """Let every rank make the engine of a role."""
+        return self.submit(Call(f"{role}.make", role, make, redo="always", makes=True))
 
     def submit(self, call: Call) -> Task:
         """Let every rank do a call, once it is its turn and its inputs are there; return at once."""

@@ -49,6 +49,7 @@ class Call:
     life: int | None = None  # `num_respawns` of the group when its arguments were made, if only those workers can do it
     step: int | None = None  # whose batch it works on, if that is the next step
     layout: tuple[Mapping[str, str], ...] = ()  # of a part: keys of each piece by their names in the batch
+    makes: bool = False  # whether `run` takes nothing and returns the role's engine
 
     def for_ranks(self, layout: Sequence[Mapping[str, str]]) -> Call:
         """Return what each rank needs; the pieces of its parts follow as arguments, part after part."""
@@ -124,8 +125,8 @@ class Worker:
 
     def _do(self, call: Call, pieces: Sequence[Piece], results: list[Piece]) -> Outcome:
         """Do a call, and set the piece of what it made of each part."""
-        if call.role not in self._engines:  # the first call of a role makes its engine
-            assert callable(call.run), call
+        if call.makes:
+            assert callable(call.run), call.run
             self._engines[call.role] = call.run()
             return Outcome()
         engine, name = self._engines[call.role], getattr(call.run, "__name__", call.run)
