@@ -262,13 +262,15 @@ def started(command: Sequence[str], env: dict[str, str], log: Path) -> Iterator[
 def suspend(guard: psutil.Process) -> None:
     """Stop a server: SGLang's never sleeps, and threads of other sides would wait for the core that it takes."""
     for one in guard.children(recursive=True):
-        one.suspend()
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            one.suspend()
 
 
 def resume(guard: psutil.Process) -> None:
     """Let a server go on."""
     for one in guard.children(recursive=True):
-        one.resume()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.resume()
 
 
 def is_ready(url: str) -> bool:

@@ -24,7 +24,7 @@ from arealite.core.batch import CHANGED, Pieces, RemoteBatch
 from arealite.core.drawing import CallState
 from arealite.core.records import CallRecord
 from arealite.core.worker import Call, GroupSpec, Outcome
-from arealite.core.world import LossError, World, place
+from arealite.core.world import PLACE_S, LossError, World, place
 from arealite.launcher.place.ray import last_line
 
 logger = logging.getLogger("arealite.core")
@@ -92,7 +92,7 @@ class WorkerGroup:
 
     def add(self, role: str, make: Callable[[], Any]) -> Task:
         """Let every rank make the engine of a role."""
-        return self.submit(Call(f"{role}.make", role, make, redo="always", makes=True))
+        return self.submit(Call(f"{role}.make", role, make, redo="always", makes=True, timeout_s=PLACE_S))
 
     def submit(self, call: Call) -> Task:
         """Let every rank do a call, once it is its turn and its inputs are there; return at once."""

