@@ -207,7 +207,8 @@ def test_a_run_goes_on_after_its_master_was_killed_and_then_the_head_of_its_ray(
     script, told = faulty(migrated(tmp_path)), overrides("total_train_steps=4", "recover.freq_steps=1")
     command = launch_command(tmp_path, "killed", script, "gsm8k_grpo", *told, "recover.retries=1")
     run, output = tmp_path / "core" / "killed", tmp_path / "output.txt"
-    hang = faults / "actor-update-2-0-hangs"  # else calls would go on for a minute, as Ray waits for another head
+    # Else calls would go on for a minute, as Ray waits for another head. By then the checkpoint of step 1 is whole.
+    hang = faults / "actor-update-3-0-hangs"
     hang.touch()
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
     with tempfile.TemporaryDirectory(dir="/tmp") as ray_folder, output.open("wb") as file:

@@ -240,7 +240,7 @@ def _account(outcome: Outcome) -> Iterator[str]:
     if audited.returncode != 0:
         yield f"the audit must be clean: got {audited.returncode}: {audited.stdout[-500:]}{audited.stderr[-500:]}"
         return
-    # How many there are is left to chance: an update may find no completion that runs. The conformance suite makes sure.
+    # Left to chance, as an update may find no completion that runs; the conformance suite interrupts some for sure.
     outcome.num_interrupts = sum(state.get("interrupts", 0) for state in json.loads(audited.stdout)["samples"].values())
 
 
