@@ -100,7 +100,10 @@ class AgentWorkflow(RolloutWorkflow):
             await asyncio.shield(self._proxy.end(session))
         if reward is None:
             return None
-        return await session.tokenized(rows_of, session, reward, sample, self.turn_discount)
+        return await session.tokenized(self._rows, session, reward, sample)
+
+    def _rows(self, session: Session, reward: Any, sample: int) -> TensorDict:
+        return rows_of(session, reward, sample, self.turn_discount)
 
     async def _reward(self, session: Session, data: dict[str, Any]) -> Any:
         """Run the agent to its end, or that of the episode, and return what it is rewarded with."""
