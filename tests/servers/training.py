@@ -26,7 +26,7 @@ from servers.programs import CONTEXT, REPOSITORY, Program
 
 ENTRY = REPOSITORY / "examples" / "arealite" / "gsm8k_grpo.py"
 CONFIG = REPOSITORY / "examples" / "arealite" / "configs" / "gsm8k_grpo_cpu.yaml"
-STEPS, BOUND, BATCH, GROUP = 10, 2, 6, 4
+STEPS, BOUND, BATCH, GROUP = 6, 2, 6, 4
 MAX_GAP = 1e-3
 """Of a canary's logprobs, and of what was trained on in steps whose tokens are all of the newest weights."""
 _RUN_S = 1800.0
