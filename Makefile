@@ -59,7 +59,7 @@ test-quickstart: $(VENV)/.installed-dev            ## run the quickstart on thre
 test-recovery: $(VENV)/.installed-dev            ## resume runs that were killed, stopped or ran out of disk or memory, bit-identical; name stalls (10 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/test_recovered_runs.py tests/trainer/test_recover.py tests/launcher/test_stalls.py tests/utils/test_distributed.py $(ARGS)
 
-test-examples: $(VENV)/.installed-dev            ## run what the docs tell to type and every example script, on tiny models (11 minutes)
+test-examples: $(VENV)/.installed-dev            ## run what the docs tell to type and every example script, on tiny models (12 minutes)
 	sh tests/install.sh bwrap:bubblewrap
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/test_docs.py tests/test_typed_blocks.py tests/test_end_to_end.py tests/trainer/test_bounds.py tests/launcher/supervise/test_preflight.py tests/examples $(ARGS)
 
@@ -79,7 +79,7 @@ install-servers:            ## install vLLM and SGLang for CPUs, each in an envi
 	sh tests/servers/install_vllm.sh $(VLLM_VENV)
 	sh tests/servers/install_sglang.sh $(SGLANG_VENV)
 
-test-servers: $(VENV)/.installed            ## hold lite, vLLM and SGLang to one suite on a CPU (6 minutes once they are installed)
+test-servers: $(VENV)/.installed            ## hold lite, vLLM and SGLang to one suite on a CPU (5 minutes once they are installed)
 	sh tests/servers/install_vllm.sh $(VLLM_VENV)
 	@if sh tests/servers/install_sglang.sh $(SGLANG_VENV); then \
 		$(SERVERS) conformance --vllm $(VLLM_VENV)/bin/python --sglang $(SGLANG_VENV)/bin/python $(ARGS); \
