@@ -102,8 +102,8 @@ test-sglang: $(VENV)/.installed-dev            ## train through a real SGLang on
 		echo 'RESULT {"skipped": "SGLang can not be installed here"}'; \
 	fi
 
-test-core: $(VENV)/.installed-dev            ## hold Core to the numbers of scripts of ranks, on a real Ray; ends with RESULT {json} (7 minutes)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadgroup -m slow tests/core --ignore-glob='*/test_faults.py' --ignore-glob='*/test_group.py' $(ARGS)
+test-core: $(VENV)/.installed-dev            ## hold Core to the numbers of scripts of ranks, on a real Ray; ends with RESULT {json} (4 minutes)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 3 --dist loadgroup -m slow tests/core --ignore-glob='*/test_faults.py' --ignore-glob='*/test_group.py' $(ARGS)
 
 test-core-faults: $(VENV)/.installed-dev            ## lose workers, a node and a master of Core: numbers stay, nothing is left (8 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadgroup tests/core/test_faults.py tests/core/test_group.py $(ARGS)
