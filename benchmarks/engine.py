@@ -253,8 +253,6 @@ def started(command: Sequence[str], env: dict[str, str], log: Path) -> Iterator[
             yield psutil.Process(process.pid), url
         finally:
             assert process.stdin is not None
-            if process.poll() is None:
-                resume(psutil.Process(process.pid))
             process.stdin.close()
             process.wait(60)
 

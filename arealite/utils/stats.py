@@ -14,6 +14,7 @@ import numpy as np
 import torch.distributed as dist
 
 from arealite.utils import heartbeat, trace
+from arealite.utils.distributed import of_all_ranks
 
 Reduction = Literal["mean", "sum", "min", "max"]
 
@@ -76,9 +77,8 @@ class StatsTracker:
         times_s = {**self._times_s, "time/step_s": now - (self._step_began or now)}
         ranks = [(self._metrics, times_s)]
         if dist.is_initialized():
-            ranks *= dist.get_world_size()
             with heartbeat.waiting("the metrics of all ranks", on="ranks"):
-                dist.all_gather_object(ranks, ranks[0])
+                ranks = of_all_ranks(ranks[0])
         merged: dict[str, _Reduced] = {}
         for metrics, _ in ranks:
             for key, metric in metrics.items():
