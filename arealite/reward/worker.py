@@ -51,8 +51,8 @@ def main() -> None:
         for number in itertools.count(1):
             try:
                 call = pickle.load(calls)
-            except EOFError:
-                return
+            except (EOFError, ConnectionError, pickle.UnpicklingError):
+                return  # the parent has ended, perhaps with a reply unread or half a call sent
             reply(number, *_answer(reward_fn, call))
 
 

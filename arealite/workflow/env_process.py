@@ -5,6 +5,7 @@ was given up, is killed with everything that it started. Objects cross by pickle
 environment, not from hostile code.
 """
 
+import contextlib
 import multiprocessing
 import os
 import threading
@@ -145,20 +146,18 @@ def _serve(connection: Connection, make_env: Callable[[dict[str, Any]], Any]) ->
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.pop(SECRET_VARIABLE, None)
     env: Any = None
-    while True:
-        try:
+    with contextlib.suppress(EOFError, ConnectionError):  # reset, where the parent has ended with an answer unread
+        while True:
             name, args, kwargs = connection.recv()
-        except EOFError:
-            return
-        try:
-            if name == "make":
-                env, value = make_env(*args), None
-            else:
-                value = getattr(env, name)(*args, **kwargs)
-            connection.send((None, value))
-        except Exception as error:
-            line = traceback.extract_tb(error.__traceback__)[-1]
-            connection.send((f"{type(error).__name__}: {error} ({line.filename}:{line.lineno})", None))
+            try:
+                if name == "make":
+                    env, value = make_env(*args), None
+                else:
+                    value = getattr(env, name)(*args, **kwargs)
+                connection.send((None, value))
+            except Exception as error:
+                line = traceback.extract_tb(error.__traceback__)[-1]
+                connection.send((f"{type(error).__name__}: {error} ({line.filename}:{line.lineno})", None))
 
 
 def _end_with_parent() -> None:

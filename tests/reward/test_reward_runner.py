@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from arealite.api.errors import RewardError
-from arealite.reward.runner import RewardRunner, WorkerProcess
+from arealite.reward.runner import RewardRunner, WorkerProcess, start_message
 from arealite.utils.processes import is_alive, wait_gone
 
 
@@ -512,7 +512,7 @@ def test_a_reward_of_the_entry_script_works(tmp_path: Path) -> None:
         tmp_path,
         """
         import asyncio
-        from arealite.reward.runner import RewardRunner, WorkerProcess
+        from arealite.reward.runner import RewardRunner, WorkerProcess, start_message
 
         def score(completions, **kwargs):
             return 2.0 * len(completions)
@@ -574,7 +574,7 @@ def test_the_entry_script_is_imported_only_for_its_own_rewards(tmp_path: Path) -
         """
         import asyncio, pathlib
         from arealite.reward import gsm8k_reward_fn
-        from arealite.reward.runner import RewardRunner, WorkerProcess
+        from arealite.reward.runner import RewardRunner, WorkerProcess, start_message
 
         with pathlib.Path("imports").open("a") as file:
             file.write(__name__ + " ")
@@ -593,7 +593,7 @@ def test_no_worker_survives_a_killed_parent_even_in_the_middle_of_a_call(tmp_pat
         tmp_path,
         """
         import asyncio, ctypes, os
-        from arealite.reward.runner import RewardRunner, WorkerProcess
+        from arealite.reward.runner import RewardRunner, WorkerProcess, start_message
 
         def hang(**kwargs):
             with open("pid", "w") as file:
@@ -614,3 +614,18 @@ def test_no_worker_survives_a_killed_parent_even_in_the_middle_of_a_call(tmp_pat
     process.communicate()
     assert select.select([worker], [], [], 120)[0]
     os.close(worker)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_worker_says_nothing_of_a_parent_that_ends_with_its_reply_unread(capfd, is_whole: bool) -> None:
+    """Or in the middle of a call. A socket that is closed with something unread is reset, where others end."""
+    worker = WorkerProcess(start_message(length, "length"), 1.0)
+    call = pickle.dumps(pickle.dumps({"prompt": "", "completions": "abc"}))
+    worker._socket.sendall(call if is_whole else call[:20])
+    deadline = time.monotonic() + 120
+    while len(worker._socket.recv(1000, socket.MSG_PEEK).splitlines()) < 1 + is_whole:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    worker._socket.close()
+    assert worker.process.wait(120) == 0
+    assert capfd.readouterr().err == ""
