@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import random
 import statistics
 import subprocess
@@ -45,6 +46,7 @@ from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.utils.hf import load_hf_tokenizer
 from arealite.utils.network import hold_port, port_of
+from arealite.utils.processes import die_with_parent
 from arealite.weights.publish import publish_weights
 from arealite.workflow.conversation import ChatModel, Conversation
 from arealite.workflow.tools import FunctionTools
@@ -176,7 +178,8 @@ def served(model: str, device: str = "cpu") -> Iterator[tuple[str, psutil.Proces
         port = str(port_of(held))
     command = [sys.executable, "-m", "arealite.server", "--model-path", model, "--port", port, "--slots", "128"]
     command += ["--device", device]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    ours = os.getpid()
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, preexec_fn=lambda: die_with_parent(ours))
     try:
         yield f"127.0.0.1:{port}", psutil.Process(process.pid)
     finally:
