@@ -37,12 +37,13 @@ def publish_weights(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version
     if rollout.config.replay_from:
         _compare(actor, rollout.config, version)
     else:
+        is_logged = rollout.config.weight_check.fingerprint
+        fingerprint = actor.fingerprint() if is_logged else ""  # before anything stops for it
         rollout.pause()
         is_done = False
         while not is_done:
             is_done = _update(actor, rollout, version)
-        if rollout.config.weight_check.fingerprint:
-            fingerprint = actor.fingerprint()
+        if is_logged:
             threads = actor.num_threads
             on_rank_0(lambda: record_weights(rollout.config, version, fingerprint, threads=threads))
         rollout.catch_up = functools.partial(_catch_up, actor, rollout, version, actor.num_changes)
