@@ -47,16 +47,18 @@ class Task:
 
     def succeed(self, outcomes: list[Outcome], references: list[Any]) -> None:
         """Hand over the first outcome; of a repetition only the pieces are of use. Who has pieces finds values."""
-        if not self.values.done():
-            self.values.set_result(outcomes)
-        self.pieces.settle(references)
+        with CHANGED:  # `close` may fail it meanwhile
+            if not self.values.done():
+                self.values.set_result(outcomes)
+            self.pieces.settle(references)
 
     def fail(self, error: BaseException) -> None:
         """Tell all who wait, also those who have the values and wait for pieces that are made again."""
-        if not self.values.done():
-            self.values.set_exception(error)
-        if not self.pieces.is_settled():
-            self.pieces.settle(None, error)
+        with CHANGED:
+            if not self.values.done():
+                self.values.set_exception(error)
+            if not self.pieces.is_settled():
+                self.pieces.settle(None, error)
 
 
 class WorkerGroup:

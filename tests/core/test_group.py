@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -351,6 +352,26 @@ def test_who_waits_for_pieces_that_nobody_will_make_again_learns_why() -> None:
     with pytest.raises(GroupLostError, match="the group is lost"):
         task.pieces.result()
     assert task.values.result() == []
+
+
+def test_a_call_that_succeeds_while_its_group_is_closed_ends_once() -> None:
+    class Interrupted(Future[Any]):
+        closing: threading.Thread | None = None
+
+        def done(self) -> bool:
+            is_done = super().done()
+            if self.closing is None:
+                self.closing = threading.Thread(target=task.fail, args=(GroupLostError("the group is closed"),))
+                self.closing.start()
+                self.closing.join(0.5)  # it ends here, unless it has to wait for the call
+            return is_done
+
+    values = Interrupted()
+    task = Task(Call("actor.infer", "actor", "infer"), 1, values=values)
+    task.succeed([], [])
+    assert values.closing is not None
+    values.closing.join()
+    assert values.result() == [] and task.pieces.result() == []
 
 
 def test_the_variables_of_workers_may_be_secret_and_are_not_shown(tmp_path: Path) -> None:
