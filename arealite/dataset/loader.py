@@ -153,10 +153,12 @@ def pair_batches(
 ) -> Iterator[TensorDict]:
     """Yield this rank's share of each global batch of pairs: row 2i is chosen, row 2i + 1 rejected.
 
-    See `sft_batches`; a batch and its share are counted in pairs.
+    See `sft_batches`; a batch and its share are counted in pairs, and `group_index` is the pair's.
     """
     for rows in _shares(loader, rank, world_size):
-        yield sft_collate([one for row in rows for one in row["pair"]], pad_token_id)
+        batch = sft_collate([one for row in rows for one in row["pair"]], pad_token_id)
+        batch["group_index"] = torch.arange(len(batch)) // 2  # who cuts the batch keeps them together
+        yield batch
 
 
 def _shares(loader: PromptLoader, rank: int | None, world_size: int | None) -> Iterator[list[dict[str, Any]]]:

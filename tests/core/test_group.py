@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -33,6 +34,7 @@ from arealite.core.records import CallRecord
 from arealite.core.remote_engine import RemoteEngine
 from arealite.core.worker import Call, GroupSpec, Redo
 from arealite.core.workers import Workers
+from arealite.dataset.loader import PromptLoader, pair_batches
 from arealite.launcher.place.ray import connect
 from arealite.utils import trace
 from arealite.utils.distributed import is_agreed
@@ -334,6 +336,19 @@ def test_what_is_fetched_has_the_rows_and_the_width_of_the_batch(cluster: RayClu
     assert remote.num_parts == 3
     for key, column in batch.items():
         assert torch.equal(workers.fetch(remote[key], remote), column), key
+
+
+def test_pairs_of_answers_stay_together(cluster: RayCluster, tmp_path: Path) -> None:
+    """Of 2 ranks the longest row alone has about half of the tokens."""
+    config = tmp_path / "config.yaml"
+    config.write_text("experiment_name: e\ntrial_name: t\nworkers: {model: {ranks: 2}}\nref: {}\n")
+    given = ["--config", str(config), f"cluster.fileroot={tmp_path}", "model.path=none", "train_dataset.path=none"]
+    workers = Workers(load_expr_config(given, DPOConfig)[0])
+    lengths = (30, 4, 5, 6, 7, 8)
+    rows = [{"input_ids": np.arange(length), "loss_mask": np.ones(length, np.int64)} for length in lengths]
+    pairs = [{"pair": rows[index : index + 2]} for index in (0, 2, 4)]
+    batch = next(pair_batches(PromptLoader(pairs, 3, shuffle=False), 0, 0, 1))
+    assert workers.scatter(batch).order == [[0, 1], [2, 3, 4, 5]]
 
 
 def widening(group: WorkerGroup, batch: RemoteBatch, factor: float, step: int | None) -> Call:
