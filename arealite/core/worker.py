@@ -140,7 +140,7 @@ class Worker:
             size = len(call.layout)
             parts = restored(call.layout, [pieces[i : i + size] for i in range(0, len(pieces), size)])
             batch = join(parts)
-            before = dict(batch.items())
+            before = {key: (tensor, tensor._version) for key, tensor in batch.items()}
             value = run(batch, *call.args, **kwargs)
             if isinstance(value, torch.Tensor):
                 if call.output is None:
@@ -149,7 +149,7 @@ class Worker:
                         "or declare exactly one output."
                     )
                 batch[call.output], value = value, None
-            made = tuple(key for key, tensor in batch.items() if before.get(key) is not tensor)
+            made = tuple(key for key, tensor in batch.items() if not _is_as_before(tensor, *before.get(key, (None, 0))))
             results[:] = [pack(one, made) for one in cut(batch, parts, made)] if made else results
             sizes = [array.values.nbytes for piece in (*pieces, *results) for array in piece.values()]
             return Outcome(value, made, sum(sizes))
@@ -169,6 +169,11 @@ class RoleName:
     """Stands, among the keyword arguments of a call, for the engine of another role of the group."""
 
     role: str
+
+
+def _is_as_before(tensor: torch.Tensor, known: torch.Tensor | None, version: int) -> bool:
+    """Tell whether a tensor is the known one, and nothing was written into it since its `_version`."""
+    return tensor is known and tensor._version == version
 
 
 def _pickled(outcome: Outcome) -> bytes:

@@ -1,8 +1,13 @@
 """What a worker makes of the calls that it gets, without Ray around it."""
 
+from typing import Any
+
 import pytest
+import torch
+from tensordict import TensorDict
 
 pytest.importorskip("ray")
+from arealite.core.batch import pack, unpack
 from arealite.core.worker import Call, Worker
 
 
@@ -27,3 +32,32 @@ def test_a_role_whose_engine_is_made_once_more_has_the_new_one() -> None:
         assert worker._do(make, (), []).value is None
         engines.append(worker._engines["actor"])
     assert engines[0] is not engines[1] and worker._do(Call("actor.count", "actor", "count"), (), []).value == 2
+
+
+def halve_long(engine: Engine, batch: TensorDict) -> None:
+    """Write into a column of the batch, and into a part of another."""
+    batch["rewards"] *= 0.5
+    batch["advantages"][1, 0] = 7.0
+
+
+@pytest.mark.parametrize("rows_of_parts", [[2], [1, 1]])
+def test_what_a_function_writes_into_a_column_counts_as_made(rows_of_parts: list[int]) -> None:
+    worker, keys = Worker.__new__(Worker), ("attention_mask", "rewards", "advantages", "values")
+    worker._engines = {"actor": Engine()}
+    whole = TensorDict(
+        {
+            "attention_mask": torch.ones(2, 3, dtype=torch.bool),
+            "rewards": torch.tensor([1.0, 3.0]),
+            "advantages": torch.zeros(2, 3),
+            "values": torch.ones(2, 3),
+        },
+        batch_size=[2],
+    )
+    pieces = [pack(part, keys) for part in whole.split(rows_of_parts)]
+    results: list[dict[str, Any]] = [{}] * len(pieces)
+    call = Call("actor.halve_long", "actor", halve_long, layout=({key: key for key in keys},))
+    outcome = worker._do(call, pieces, results)
+    assert outcome.made == ("rewards", "advantages")
+    parts = [unpack(pack(part, ["attention_mask"]) | one) for part, one in zip(whole.split(rows_of_parts), results)]
+    assert torch.cat([part["rewards"] for part in parts]).tolist() == [0.5, 1.5]
+    assert torch.cat([part["advantages"] for part in parts]).tolist() == [[0.0, 0.0, 0.0], [7.0, 0.0, 0.0]]
