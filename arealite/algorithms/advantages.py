@@ -128,7 +128,7 @@ def token_rewards(
     rewards_BT = torch.zeros_like(mask_BT, dtype=scores.dtype)
     if turn_rewards is not None:
         places_BT = torch.where(mask_BT, torch.arange(mask_BT.shape[1], device=mask_BT.device), -1).cummax(dim=1).values
-        earned_BT = torch.where(places_BT >= 0, turn_rewards, 0.0)
+        earned_BT = torch.where(places_BT >= 0, turn_rewards, 0.0).to(rewards_BT)
         rewards_BT = rewards_BT.scatter_add(1, places_BT.clamp(min=0), earned_BT)
     rewards_BT = rewards_BT + torch.where(is_last_BT, scores[:, None], 0.0)
     if kl is not None:

@@ -278,5 +278,7 @@ def test_rewards_of_turns_come_when_they_were_earned() -> None:
     turns = torch.tensor([[0, 4.0, 0, 1, 8, 2, 0], [0, 0, 0, 0, 0, 0, 0]])
     rewards = token_rewards(torch.tensor([5.0, 3.0]), mask, turn_rewards=turns)
     assert rewards.tolist() == [[0, 0, 0, 9, 0, 2 + 5, 0], [0, 0, 3, 0, 0, 0, 0]]
+    for dtype in (torch.float64, torch.float16, torch.int64):  # of the workflow's choice
+        assert torch.equal(token_rewards(torch.tensor([5.0, 3.0]), mask, turn_rewards=turns.to(dtype)), rewards)
     to_go = gae(rewards, torch.zeros_like(rewards), mask, discount=1.0, gae_lambda=1.0)
     assert to_go[0].tolist() == [0, 0, 16, 16, 0, 7, 0], "the sum without what is over"
