@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.errors import CheckpointError, ConfigError
+from arealite.utils.files import writing
 
 HEAD = "score.weight"  # of a sequence classifier, in every family; its parameter is trained whole
 ADAPTER = "default"  # PEFT's name of the only adapter
@@ -121,7 +123,8 @@ def without_adapters(model: torch.nn.Module) -> Iterator[None]:
 def write_adapter(model: PreTrainedModel, state: dict[str, torch.Tensor], path: str) -> None:
     """Write the whole `adapter_parameters` as a folder that `PeftModel.from_pretrained` loads."""
     os.makedirs(path, exist_ok=True)
-    save_file(state, Path(path) / _FILE, {"format": "pt"})
+    with writing(path, SafetensorError):
+        save_file(state, Path(path) / _FILE, {"format": "pt"})
     model.peft_config[ADAPTER].save_pretrained(path)
 
 

@@ -324,6 +324,12 @@ def test_an_adapter_of_another_shape_or_scale_is_refused(make: Make, tmp_path: P
             make(lora=lora).load(SaveLoadMeta(str(tmp_path)))
 
 
+def test_an_adapter_that_can_not_be_written_names_its_folder(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "adapter_model.safetensors").mkdir()
+    with pytest.raises(OSError, match=rf"{tmp_path} must be writable: got .* free in {tmp_path}"):
+        make().save(SaveLoadMeta(str(tmp_path)))
+
+
 def test_an_adapter_is_no_model_to_start_from(make: Make, tmp_path: Path) -> None:
     make().save(SaveLoadMeta(str(tmp_path)))
     assert "must hold a whole model: got " in refusal(train_config(str(tmp_path)))
