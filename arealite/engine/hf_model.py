@@ -19,6 +19,7 @@ from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForSequenceClassification,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -55,6 +56,9 @@ def build_meta_model(path: str, attention: str, *, has_value_head: bool = False)
             "which can't be saved parameter by parameter. Train another architecture."
         )
     model.config.architectures = [type(model).__name__]
+    if model.can_generate():
+        with contextlib.suppress(OSError):  # a model may have none; it may name more ends of an answer than the config
+            model.generation_config = GenerationConfig.from_pretrained(path)
     return model
 
 
@@ -206,4 +210,4 @@ def write_checkpoint(model: PreTrainedModel, state: dict[str, torch.Tensor], pat
     config.dtype = dtype
     config.save_pretrained(path)
     if model.can_generate():
-        model.generation_config.save_pretrained(path)
+        model.generation_config.to_json_file(os.path.join(path, "generation_config.json"))  # also one that is odd

@@ -1,3 +1,4 @@
+import json
 import math
 import shutil
 import threading
@@ -23,6 +24,7 @@ from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from arealite.engine.fsdp_engine import COLLECTIVE_TIMEOUT_S, FSDPEngine
 from arealite.engine.sft.lm_engine import sft_loss_fn
 from arealite.generation.model_runner import ModelRunner
+from arealite.server.load import end_of_sequence_ids
 from arealite.utils.weight_transfer import close_group, join_group, receive_bucket
 
 Make = Callable[..., FSDPEngine]
@@ -221,6 +223,18 @@ def test_save_and_load_are_exact_and_readable_by_transformers(make: Make, tmp_pa
     fresh.load(SaveLoadMeta(str(tmp_path), with_optim=True))
     for resumed in (engine, fresh):
         assert [resumed.train_batch(batch, sft_loss_fn, count_loss_tokens)["loss"] for _ in range(2)] == after
+
+
+def test_a_saved_model_ends_its_answers_as_before(make: Make, model_path: str, tmp_path: Path) -> None:
+    """Its generation config names a second end, and a temperature that transformers refuses to save once changed."""
+    shutil.copytree(model_path, tmp_path / "before")
+    (tmp_path / "before" / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [3, 5], "do_sample": False, "temperature": 0.5})
+    )
+    make(path=str(tmp_path / "before")).save(SaveLoadMeta(str(tmp_path / "after")))
+    saved = json.loads((tmp_path / "after" / "generation_config.json").read_text())
+    assert (saved["eos_token_id"], saved["temperature"]) == ([3, 5], 0.5)
+    assert end_of_sequence_ids(str(tmp_path / "after"), None) == end_of_sequence_ids(str(tmp_path / "before"), None)
 
 
 @pytest.mark.parametrize(
