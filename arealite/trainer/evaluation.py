@@ -183,8 +183,10 @@ def _samples(group: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
 
 
 def _numbers(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the metrics of one sample: the mean of its rows' own, and whether one of them was cut off."""
+    """Return the metrics of one sample: the mean of its rows' own, and whether one was cut off, if they tell."""
     own = [key for key, value in rows[0]["more"].items() if not isinstance(value, list)]
     numbers = {key: sum(row["more"][key] for row in rows) / len(rows) for key in own if key not in KEYS_OF_ROWS}
     numbers["completion_tokens"] = sum(sum(row["loss_mask"]) for row in rows)
-    return numbers | {"truncated_ratio": max(row["more"]["no_eos"] for row in rows)}
+    if "no_eos" in rows[0]["more"]:
+        numbers["truncated_ratio"] = max(row["more"]["no_eos"] for row in rows)
+    return numbers

@@ -34,7 +34,8 @@ def evaluation_table(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
     for name, label in _NAMES.items():
         kind, value, interval = _score(row, name)
         if kind:
-            lengths = f"{row[f'{name}/completion_tokens']:,.1f}", f"{row[f'{name}/truncated_ratio']:.1%}"
+            cut_off = row.get(f"{name}/truncated_ratio")  # of a workflow that tells
+            lengths = f"{row[f'{name}/completion_tokens']:,.1f}", "" if cut_off is None else f"{cut_off:.1%}"
             counts = (f"{int(row[f'{name}/{key}']):,}" for key in ("num_samples", "num_failed"))
             lines.append((f"{label} {kind}", value, interval, *lengths, *counts))
     for key in filter(_is_pass, row):

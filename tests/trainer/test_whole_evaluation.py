@@ -9,6 +9,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import tiny_models
 import torch
@@ -188,6 +189,17 @@ def test_a_prompt_that_fails_is_wrong(evaluate: Command) -> None:
     assert row["sampled/pass@1"] == pytest.approx(row["sampled/accuracy"]) and row["sampled/pass@6"] <= 5 / 6
     assert all(line["more"].keys() == {"no_eos"} for line in sampled), "kept sets are for training"
     assert len(sampled) == 30 and row["sampled/accuracy"] == pytest.approx(sum(one["reward"] for one in sampled) / 36)
+
+
+def test_a_workflow_need_not_tell_which_answers_were_cut_off(evaluate: Command) -> None:
+    whole = evaluate()
+    for name in ("greedy", "sampled"):
+        for file in batch_files(evaluate.run / "rollouts" / name).values():
+            table = pq.read_table(file, partitioning=None)
+            pq.write_table(table.drop_columns("more"), file)
+    row = evaluate()
+    assert not {key for key in row if "truncated" in key}
+    assert row["sampled/accuracy"] == whole["sampled/accuracy"]
 
 
 def test_samples_of_two_versions_are_refused(evaluate: Command, server: LiteServer, model: str) -> None:
