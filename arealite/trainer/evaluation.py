@@ -33,7 +33,7 @@ from arealite.rollout.evaluation import pass_metrics, sample_metrics
 from arealite.rollout.prompts import Row
 from arealite.trainer.step_line import compact
 from arealite.utils import stop
-from arealite.utils.files import FileError, empty_folder, file_lock, reading
+from arealite.utils.files import FileError, empty_folder, file_lock, reading, require_object
 
 logger = logging.getLogger("arealite.evaluation")
 
@@ -59,7 +59,7 @@ class Evaluation:
         """Lock the run folder, and move aside what is not of this evaluation."""
         self._held.enter_context(file_lock(self._run.trainer_lock, timeout_s=_LOCK_TIMEOUT_S))
         with reading(self._run.config, yaml.YAMLError):
-            then = yaml.safe_load(self._run.config.read_text()) if self._run.config.exists() else {}
+            then = require_object(yaml.safe_load(self._run.config.read_text())) if self._run.config.exists() else {}
         now = yaml.safe_load(to_yaml(self._config))
         if any(then.get(key) != now[key] for key in _ASKED):
             empty_folder(self._run.path, keep=OF_LAUNCHER)

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from arealite.api.errors import ConfigError, EpisodeError
 from arealite.rollout.account.rollout_file import batch_files
+from arealite.utils.files import FileError
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "arealite" / "evaluate.py"
 ROWS = """
@@ -200,6 +201,13 @@ def test_a_workflow_need_not_tell_which_answers_were_cut_off(evaluate: Command) 
     row = evaluate()
     assert not {key for key in row if "truncated" in key}
     assert row["sampled/accuracy"] == whole["sampled/accuracy"]
+
+
+def test_a_config_that_is_not_one_is_named(evaluate: Command) -> None:
+    evaluate.run.mkdir(parents=True)
+    (evaluate.run / "config.yaml").write_text("")
+    with pytest.raises(FileError, match=r"e/t/config.yaml must be as its writer left it: got .* NoneType in place of"):
+        evaluate()
 
 
 def test_samples_of_two_versions_are_refused(evaluate: Command, server: LiteServer, model: str) -> None:
