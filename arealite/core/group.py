@@ -90,7 +90,8 @@ class WorkerGroup:
     @property
     def machines(self) -> tuple[str, ...]:
         """The nodes of the ranks."""
-        return () if self._world is None else self._world.machines
+        world = self._world  # which the group's thread may take away now
+        return () if world is None else world.machines
 
     def add(self, role: str, make: Callable[[], Any]) -> Task:
         """Let every rank make the engine of a role."""

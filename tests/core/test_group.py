@@ -389,5 +389,18 @@ def test_a_call_that_succeeds_while_its_group_is_closed_ends_once() -> None:
     assert values.result() == [] and task.pieces.result() == []
 
 
+def test_the_nodes_of_a_group_can_be_asked_for_while_it_loses_its_workers() -> None:
+    known = world.World.__new__(world.World)
+    known.machines = ("one",)
+
+    class Losing(WorkerGroup):
+        """Its thread takes the workers away after the first look at them."""
+
+        looks = iter([known, None])
+        _world: Any = property(lambda self: next(self.looks))
+
+    assert Losing.__new__(Losing).machines == ("one",)
+
+
 def test_the_variables_of_workers_may_be_secret_and_are_not_shown(tmp_path: Path) -> None:
     assert PATHS not in repr(spec_of("actor", tmp_path / "logs"))
