@@ -172,6 +172,7 @@ class RemoteBatch(UserDict[str, Column]):
         """`order` has the rows of each part by their places in the whole batch."""
         super().__init__()
         self.order = order
+        self.metrics: Mapping[str, float] = {}  # of the workflow, whose columns the calls of a graph don't name
 
     @property
     def num_parts(self) -> int:

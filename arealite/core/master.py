@@ -124,7 +124,7 @@ class Master:
     def run_graph(
         self, batch: RemoteBatch, reserve: Callable[[Sequence[Future[Any]]], RemoteBatch | None] | None = None
     ) -> dict[str, float]:
-        """Run all calls of the graph on a batch and return their metrics.
+        """Run all calls of the graph on a batch and return their metrics, and those of the workflow.
 
         What may go ahead runs on the batch that `reserve` returns, if it does before this batch's calls have ended;
         that batch must come next. A metric that several calls return bears the role in front, except the first one.
@@ -145,7 +145,7 @@ class Master:
             call.outputs_among(outcome.made)  # refuses what was declared and not made
             if isinstance(outcome.value, Mapping):
                 metrics |= {f"{call.role}/{key}" if key in metrics else key: one for key, one in outcome.value.items()}
-        return metrics
+        return {**batch.metrics, **metrics}
 
     def _submit(
         self,

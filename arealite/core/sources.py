@@ -8,15 +8,18 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from tensordict import TensorDict
 
 from arealite.api.cli_args import BaseExperimentConfig, GenerationHyperparameters
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import FinetuneSpec
-from arealite.api.workflow_api import RolloutWorkflow
+from arealite.api.workflow_api import RolloutWorkflow, runs_of
+from arealite.core.batch import RemoteBatch
 from arealite.core.workers import Workers
 from arealite.dataset import load_datasets
 from arealite.dataset.loader import PromptLoader, sft_batches
+from arealite.engine.ppo.metrics import MaskedMetrics, of_workflow
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.rollout.trajectory import has_spread
 from arealite.trainer.evaluator import Evaluator
@@ -50,10 +53,17 @@ class Episodes:
         clients = workers.rollouts(self._make_workflow, self._should_accept)
         if clients is not None:
             cleanup.callback(clients.close)
-        self.rollout = RemoteInferenceEngine(self._config.rollout, hand_out=workers.scatter, clients=clients)
+        self._scatter = workers.scatter
+        self.rollout = RemoteInferenceEngine(self._config.rollout, hand_out=self._hand_out, clients=clients)
         self.rollout.initialize(None, self.ft_spec)
         cleanup.callback(self.rollout.destroy)
         self.evaluator = Evaluator(self._config.evaluator, self.ft_spec, self._valid_dataset, self._eval_workflow)
+
+    def _hand_out(self, batch: TensorDict) -> RemoteBatch:
+        remote, runs, metrics = self._scatter(batch), runs_of(batch, batch["group_index"]), MaskedMetrics()
+        metrics.add(torch.ones_like(runs.first_rows), of_workflow(batch, runs))
+        remote.metrics = metrics.reduce(None)
+        return remote
 
     @property
     def clocks(self) -> dict[str, Any]:

@@ -4,15 +4,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from tensordict import TensorDict
 
 pytest.importorskip("ray")
 from arealite.api.cli_args import PPOConfig, load_expr_config
 from arealite.api.errors import ConfigError
+from arealite.core.batch import Column, Pieces, RemoteBatch
 from arealite.core.experiments import ppo
 from arealite.core.graph import MFC, DataFlowGraph
+from arealite.core.group import Task
 from arealite.core.master import Master
+from arealite.core.sources import Episodes
+from arealite.core.worker import Call, Outcome
 from arealite.core.workers import Workers
 from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.utils.distributed import join_default_group, leave_default_group
 
 CONFIG = Path(__file__).parents[2] / "training" / "configs" / "sync-ppo.yaml"
 KEYS = ("input_ids", "attention_mask")
@@ -62,3 +69,36 @@ def test_any_number_of_roles_may_train() -> None:
 def test_a_config_without_workers_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"workers must be given to a script of a master: got nothing\. Add `workers"):
         Master(load("workers=null"), graph("actor", "critic"))
+
+
+class Trained:
+    """An engine whose calls have ended."""
+
+    def submit(self, run: str, batch: RemoteBatch, keys: tuple[str, ...], *, name: str, **more: Any) -> Task:
+        task = Task(Call(name, "actor", run), step=0)
+        task.succeed([Outcome(value={"policy/loss": 0.5})], [])
+        return task
+
+    def wait(self, task: Task) -> Outcome:
+        return task.values.result()[0]
+
+
+def test_metrics_of_the_workflow_need_no_key_of_the_graph() -> None:
+    """Two runs of one group, of which the first has two rows, and a run of another."""
+    batch = TensorDict({"rewards": torch.tensor([1.0, 1.0, 0.0, 1.0])}, batch_size=[4])
+    batch["group_index"], batch["sample_index"] = torch.tensor([0, 0, 0, 1]), torch.tensor([0, 0, 1, 0])
+    batch["num_turns"] = torch.tensor([2.0, 2.0, 1.0, 6.0])
+    batch["rewards/format"] = torch.tensor([1.0, 1.0, 0.5, 0.0])
+    source = Episodes.__new__(Episodes)
+    source._scatter = lambda _: RemoteBatch([[0, 1, 2, 3]])
+    join_default_group(60.0)
+    try:
+        remote = source._hand_out(batch)
+    finally:
+        leave_default_group()
+    assert remote.metrics == {"workflow/num_turns": 3.0, "rewards/format": 0.5}
+
+    master = Master(load(), graph("actor"))
+    master.engines = {"actor": Trained()}
+    remote.update(dict.fromkeys(KEYS, Column(Pieces([]), "")))
+    assert master.run_graph(remote) == {"policy/loss": 0.5, "workflow/num_turns": 3.0, "rewards/format": 0.5}

@@ -37,7 +37,7 @@ class MaskedMetrics:
             kept = torch.where(mask.bool(), value.double(), of_none)
             _merge(self._totals, {name: torch.stack([total(kept), count])})
 
-    def reduce(self, group: dist.ProcessGroup) -> dict[str, float]:
+    def reduce(self, group: dist.ProcessGroup | None) -> dict[str, float]:
         """Return the results, also of names that only other ranks added (collective)."""
         totals: dict[str, torch.Tensor] = {}
         for of_rank in of_all_ranks({name: entry.cpu() for name, entry in self._totals.items()}, group):
@@ -53,8 +53,13 @@ def of_runs(batch: TensorDict, runs: Runs, staleness: torch.Tensor) -> dict[str,
     found |= {f"rollout/completion_tokens{suffix}": sampled_R for suffix in ("", "_min", "_max")}
     if "no_eos" in batch:
         found["rollout/truncated_ratio"] = runs.max(batch["no_eos"].byte())
+    return of_workflow(batch, runs) | found
+
+
+def of_workflow(batch: TensorDict, runs: Runs) -> dict[str, torch.Tensor]:
+    """Return the workflow's own metrics `[R]` of the runs of a batch."""
     own = {name: runs.mean(values) for name, values in own_metrics(batch).items()}
-    return {name if "/" in name else f"workflow/{name}": values for name, values in own.items()} | found
+    return {name if "/" in name else f"workflow/{name}": values for name, values in own.items()}
 
 
 def note_losses(metrics: MaskedMetrics, micro_batch: TensorDict, statistics: dict[str, torch.Tensor]) -> None:
