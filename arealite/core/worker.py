@@ -192,7 +192,9 @@ def portable(error: BaseException) -> BaseException:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # whatever its class does
-        return RuntimeError(f"{type(error).__name__}: {error}")
+        told = RuntimeError(f"{type(error).__name__}: {error}")
+        vars(told)["__notes__"] = getattr(error, "__notes__", [])
+        return told
     return error
 
 

@@ -8,7 +8,7 @@ from tensordict import TensorDict
 
 pytest.importorskip("ray")
 from arealite.core.batch import pack, unpack
-from arealite.core.worker import Call, Worker
+from arealite.core.worker import Call, Worker, portable
 
 
 class Engine:
@@ -61,3 +61,18 @@ def test_what_a_function_writes_into_a_column_counts_as_made(rows_of_parts: list
     parts = [unpack(pack(part, ["attention_mask"]) | one) for part, one in zip(whole.split(rows_of_parts), results)]
     assert torch.cat([part["rewards"] for part in parts]).tolist() == [0.5, 1.5]
     assert torch.cat([part["advantages"] for part in parts]).tolist() == [[0.0, 0.0, 0.0], [7.0, 0.0, 0.0]]
+
+
+class BadRow(Exception):
+    """Can't be unpickled, as exceptions are made again of their `args`."""
+
+    def __init__(self, row: int, why: str) -> None:
+        super().__init__(f"row {row} is bad: {why}")
+
+
+def test_an_error_that_can_not_be_passed_on_keeps_its_words_and_notes() -> None:
+    error = BadRow(3, "no answer")
+    error.add_note("on a rollout worker:\n  my_workflow.py:12")
+    told = portable(error)
+    assert str(told) == "BadRow: row 3 is bad: no answer"
+    assert told.__notes__ == ["on a rollout worker:\n  my_workflow.py:12"]
