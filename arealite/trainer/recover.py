@@ -161,14 +161,23 @@ class Recover:
         is_stop = isinstance(error, stop.RunStopped)
         failure = self._finish(WRITE_TIMEOUT_S if error is None or is_stop else _FAILED_RANK_WRITE_TIMEOUT_S)
         state = self._after_step
-        if is_stop and failure is None and state is not None and state.num_changes == self._num_changes:
-            self._start_write(state)
-            failure = self._finish(WRITE_TIMEOUT_S)
+        if is_stop and failure is None and state is not None:
+            failure = self._write_last(state)
         self._lock.close()
         if failure is not None:
             if error is None:
                 raise failure
             logger.error("%s", failure)
+
+    def _write_last(self, state: _AfterStep) -> CheckpointError | None:
+        """Write a checkpoint of the last step unless an update has begun since; return the error."""
+        try:
+            if state.num_changes != self._num_changes:
+                return None
+            self._start_write(state)
+        except GroupLostError as lost:  # workers of a master, which a cluster stops with it
+            return CheckpointError(f"step {state.facts['step']}, the last one, has no checkpoint: {lost}")
+        return self._finish(WRITE_TIMEOUT_S)
 
     def _settle(self) -> None:
         """Wait for the write under way, if any (collective)."""

@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import testing_forks
 import torch
 import torch.distributed as dist
@@ -16,12 +17,14 @@ from training_cases import token_batch, train_config, write_model
 
 from arealite.algorithms.logprobs import count_loss_tokens
 from arealite.api.cli_args import RecoverConfig, SaverConfig
+from arealite.api.errors import GroupLostError
 from arealite.dataset.loader import PromptLoader
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.sft.lm_engine import sft_loss_fn
 from arealite.trainer.recover import Recover
 from arealite.trainer.saver import Saver
-from arealite.utils import distributed
+from arealite.utils import distributed, stop
+from arealite.utils.files import is_locked
 
 
 class RemoteEngine:
@@ -84,6 +87,41 @@ def train_as_master(engine: RemoteEngine, folder: Path, *, steps: int, trial_nam
             rollout.num_episodes += 6
             recover.save(step)
     return found
+
+
+class Stopped:
+    """An engine whose workers a cluster stops together with their master."""
+
+    is_lost = False
+
+    def get_version(self) -> int:
+        return 1
+
+    def keep_rng(self) -> None:
+        """It has none."""
+
+    @property
+    def num_changes(self) -> int:
+        if self.is_lost:
+            raise GroupLostError("group actor must keep its workers: got rank 0 died")
+        return 1
+
+
+def test_a_master_that_is_stopped_with_its_workers_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = RecoverConfig(experiment_name="e", trial_name="t", fileroot=str(tmp_path), mode="auto", freq_steps=2)
+    engine: Any = Stopped()
+    distributed.join_default_group(testing_forks.DEADLINE_S)
+    try:
+        recover = Recover(config, SPEC)
+        assert recover.load(engine, PromptLoader([{"number": 0}], 1)) == 0
+        with pytest.raises(stop.RunStopped), recover:
+            recover.save(0)
+            engine.is_lost = True
+            raise stop.stopped()  # as who waits for a batch does
+        assert "step 0, the last one, has no checkpoint: group actor must keep its workers" in caplog.text
+        assert not is_locked(tmp_path / "e" / "t" / ".trainer.lock")
+    finally:
+        distributed.leave_default_group()
 
 
 def test_a_master_whose_engine_has_its_ranks_elsewhere(tmp_path: Path) -> None:
