@@ -6,6 +6,7 @@ deadline. What it means is judged in `verdict`.
 """
 
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -23,7 +24,7 @@ from typing import Any
 import psutil
 
 from arealite.api.source_lines import SourceLine, users_line
-from arealite.utils.files import free_space
+from arealite.utils.files import free_space, require_object
 from arealite.utils.heartbeat import STACKS_SIGNAL
 from arealite.utils.processes import catches, descendants, identity, machine, send_signal
 from arealite.utils.secret import authorization
@@ -225,8 +226,8 @@ def _ask(name: str, address: str, secret: str | None) -> ServerState:
     request = urllib.request.Request(f"http://{address}/server_info", headers=authorization(secret))
     try:
         with _directly.open(request, timeout=_SERVER_S) as answer:
-            return ServerState(name, address, json.loads(answer.read()))
-    except (OSError, ValueError) as error:
+            return ServerState(name, address, require_object(json.loads(answer.read())))
+    except (OSError, http.client.HTTPException, ValueError, TypeError) as error:
         return ServerState(name, address, None, f"{type(error).__name__}: {error}")
 
 

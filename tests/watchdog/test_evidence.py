@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import http.server
+import socket
 import threading
 from pathlib import Path
+
+import pytest
 
 from arealite.utils.secret import is_authorized
 from arealite.watchdog.evidence import collect
@@ -29,3 +32,26 @@ def test_a_guarded_server_answers_the_stall_watch(tmp_path: Path) -> None:
         server.shutdown()
     assert known.answer == {"running": 1} and known.error == ""
     assert unknown.answer is None and "401" in unknown.error
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b'HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"running": 1}',
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\n{",
+        b"no HTTP\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\n[1]",
+    ],
+)
+def test_a_server_that_ends_within_its_answer_is_one_that_does_not_answer(tmp_path: Path, words: bytes) -> None:
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(words)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=answer, daemon=True).start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        (server,) = collect(tmp_path, {"server-0": address}, [], stalled_s=1.0).servers
+    assert server.answer is None and server.error
