@@ -1,7 +1,7 @@
 """`python -m arealite.launcher.place.guard COMMAND...`: nothing outlives the command or the guard's owner.
 
 The owner holds the other end of the guard's stdin and never writes to it. When that end or the command ends, all
-descendants get SIGKILL, daemons included, and the shared memory that they had mapped is removed. SIGTERM goes to the
+descendants get SIGKILL, daemons included, and the shared memory that they had made is removed. SIGTERM goes to the
 command alone. The exit status is the command's, 128 + n if signal n ended it. If the guard itself is killed, the kernel
 kills the command.
 """
@@ -22,6 +22,7 @@ def main(command: list[str]) -> int:
     processes.adopt_orphans()
     processes.raise_file_limit()
     guard = os.getpid()
+    of_others = {str(path) for path in Path("/dev/shm").glob("*")}  # data, perhaps, that the command only maps
     try:
         job = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=lambda: processes.die_with_parent(guard))
     except OSError as error:
@@ -48,7 +49,7 @@ def main(command: list[str]) -> int:
             pid, status = os.wait()
             if pid == job.pid:
                 returncode = os.waitstatus_to_exitcode(status)
-    for path in shared:
+    for path in shared - of_others:
         Path(path).unlink(missing_ok=True)
     return processes.exit_status(returncode)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,21 @@ def test_shared_memory_goes_with_its_processes(tmp_path: Path, ending: str) -> N
         subprocess.run(["kill", f"-{signal.SIGKILL.value}", str(command)], check=True)
     guard.wait(120)
     assert not any(path.exists() for path in shared)
+
+
+def test_a_file_that_was_in_shared_memory_before_stays() -> None:
+    """Whoever puts a data set there maps it in every job."""
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        file.write(b"data")
+        file.flush()
+        script = "import mmap, sys, time; file = open(sys.argv[1], 'r+b'); kept = mmap.mmap(file.fileno(), 0); "
+        script += "print('held', flush=True); time.sleep(600)"
+        guard = subprocess.Popen(
+            [sys.executable, "-m", "arealite.launcher.place.guard", sys.executable, "-c", script, file.name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert guard.stdout is not None and guard.stdout.readline() == "held\n"
+        guard.communicate(timeout=120)  # closes its stdin
+        assert Path(file.name).exists()
