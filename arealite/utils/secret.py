@@ -45,15 +45,16 @@ def ensure_secret(run_folder: Path) -> str:
 
 def check_length(what: str | Path, secret: str, advice: str) -> None:
     """Refuse what can be guessed, and what no HTTP header can hold. Raises ValueError."""
-    if not _MIN_LENGTH <= len(secret) <= _MAX_LENGTH or not secret.isascii():
+    if not _MIN_LENGTH <= len(secret) <= _MAX_LENGTH or not (secret.isascii() and secret.isprintable()):
         bounds = (
             f"{_MIN_LENGTH} characters or more" if len(secret) < _MAX_LENGTH else f"at most {_MAX_LENGTH} characters"
         )
-        raise ValueError(f"{what} must be {bounds}, of ASCII: got {len(secret)}. {advice}")
+        raise ValueError(f"{what} must be {bounds}, of printable ASCII: got {len(secret)}. {advice}")
 
 
 def secret_of_environment() -> str | None:
-    return os.environ.get(SECRET_VARIABLE) or None
+    """Return the secret that is set, without the line end that files of secrets have: no header can hold it."""
+    return os.environ.get(SECRET_VARIABLE, "").strip() or None
 
 
 def authorization(secret: str | None) -> dict[str, str]:

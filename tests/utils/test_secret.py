@@ -33,6 +33,8 @@ def test_a_secret_from_outside_wins_and_is_kept(tmp_path: Path, monkeypatch: pyt
     ensure_secret(tmp_path)
     monkeypatch.setenv(SECRET_VARIABLE, "mine" * 4)
     assert ensure_secret(tmp_path) == "mine" * 4 == secret_of_environment()
+    monkeypatch.setenv(SECRET_VARIABLE, "mine" * 4 + "\n")  # as a file with a secret holds it
+    assert ensure_secret(tmp_path) == "mine" * 4 == secret_of_environment()
     monkeypatch.setenv(SECRET_VARIABLE, "")
     assert secret_of_environment() is None and ensure_secret(tmp_path) == "mine" * 4
     assert stat.S_IMODE((tmp_path / SECRET_FILE).stat().st_mode) == 0o600
@@ -44,9 +46,10 @@ def test_a_secret_from_outside_wins_and_is_kept(tmp_path: Path, monkeypatch: pyt
         ("x" * 16, 0o640, os.geteuid(), "readable by its owner alone: got mode 0640"),
         ("x" * 16, 0o606, os.geteuid(), "readable by its owner alone: got mode 0606"),
         ("x" * 16, 0o600, os.geteuid() + 1, f"yours: got one of user {os.geteuid()}"),
-        ("x" * 15, 0o600, os.geteuid(), "16 characters or more, of ASCII: got 15"),
-        ("\xe9" * 16, 0o600, os.geteuid(), "16 characters or more, of ASCII: got 16"),
-        ("", 0o600, os.geteuid(), "16 characters or more, of ASCII: got 0"),
+        ("x" * 15, 0o600, os.geteuid(), "16 characters or more, of printable ASCII: got 15"),
+        ("\xe9" * 16, 0o600, os.geteuid(), "16 characters or more, of printable ASCII: got 16"),
+        ("x" * 16 + "\n" + "x" * 16, 0o600, os.geteuid(), "16 characters or more, of printable ASCII: got 33"),
+        ("", 0o600, os.geteuid(), "16 characters or more, of printable ASCII: got 0"),
     ],
 )
 def test_a_secret_that_others_may_know_is_refused(
@@ -65,7 +68,7 @@ def test_a_secret_that_others_may_know_is_refused(
     monkeypatch.setenv(SECRET_VARIABLE, "another secret that is mine")
     assert ensure_secret(tmp_path) == "another secret that is mine" == path.read_text().strip()
     monkeypatch.setenv(SECRET_VARIABLE, "short")
-    with pytest.raises(ValueError, match=f"{SECRET_VARIABLE} must be 16 characters or more, of ASCII: got 5"):
+    with pytest.raises(ValueError, match=f"{SECRET_VARIABLE} must be 16 characters or more, of printable ASCII: got 5"):
         ensure_secret(tmp_path)
 
 
