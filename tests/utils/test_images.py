@@ -99,6 +99,10 @@ def test_a_picture_that_is_cut_or_too_large_is_refused(monkeypatch: pytest.Monke
     half = encoded(picture("wide"), "PNG")[:900]
     with pytest.raises(ValueError, match=r"^image_data must be base64 of an image file: got"):
         from_base64(base64.b64encode(half).decode())
+    head, _, rest = encoded(picture("wide"), "PNG").partition(b"IDAT")
+    damaged = head[:-4] + (8).to_bytes(4, "big") + b"IDAT" + rest[:8] + bytes(99)  # PIL calls it a SyntaxError
+    with pytest.raises(ValueError, match=r"^image_data must be base64 of an image file: got broken PNG file"):
+        from_base64(base64.b64encode(damaged).decode())
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     with pytest.raises(ValueError, match=r"^image_data must be base64 .*got Image size .* decompression bomb"):
         from_base64(as_base64(encoded(picture("wide"), "PNG")))
