@@ -1,6 +1,8 @@
 """What this node has: GPUs as nvidia-smi tells them, cores, and memory within the limit of its container."""
 
+import itertools
 import os
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -9,6 +11,7 @@ from pathlib import Path
 import psutil
 
 _QUERY = ("index", "uuid", "name", "memory.total", "memory.free")
+_GPU = re.compile(r"\d+$|GPU-|MIG-")
 _TIMEOUT_S = 60.0  # the driver of a node that has just started takes its time
 _MEBIBYTE = 2**20
 _CGROUP = Path("/sys/fs/cgroup")
@@ -48,25 +51,14 @@ def visible_gpus() -> list[str]:
     """Return the names of the GPUs this process may use."""
     if (chosen := _chosen()) is not None:
         return chosen
-    nvidia_smi = shutil.which("nvidia-smi")
-    if nvidia_smi is None:
-        return []
-    listing = subprocess.run([nvidia_smi, "-L"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False).stdout
-    return [str(index) for index, _ in enumerate(line for line in listing.splitlines() if line.startswith("GPU "))]
+    listed = [line for line in _ask_nvidia_smi("-L") if line.startswith("GPU ")]
+    return [str(index) for index, _ in enumerate(listed)]
 
 
 def gpus() -> tuple[Gpu, ...]:
     """Ask nvidia-smi for the visible GPUs; without it, or where it fails, there are none."""
-    nvidia_smi = shutil.which("nvidia-smi")
-    if nvidia_smi is None:
-        return ()
-    command = [nvidia_smi, f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
     found: dict[str, Gpu] = {}
-    for line in done.stdout.splitlines() if done.returncode == 0 else ():
+    for line in _ask_nvidia_smi(f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"):
         fields = [field.strip() for field in line.split(",")]
         if len(fields) == len(_QUERY) and fields[3].isdecimal() and fields[4].isdecimal():
             gpu = Gpu(fields[0], fields[2], int(fields[3]) * _MEBIBYTE, int(fields[4]) * _MEBIBYTE)
@@ -76,10 +68,22 @@ def gpus() -> tuple[Gpu, ...]:
     return tuple(found[name] for name in names if name in found)
 
 
+def _ask_nvidia_smi(*flags: str) -> list[str]:
+    """Return the lines that nvidia-smi answers; none without it, or where it fails."""
+    if (program := shutil.which("nvidia-smi")) is None:
+        return []
+    try:
+        done = subprocess.run([program, *flags], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.splitlines() if done.returncode == 0 else []
+
+
 def _chosen() -> list[str] | None:
-    """Return what CUDA_VISIBLE_DEVICES names; None if it is not set."""
+    """Return what CUDA_VISIBLE_DEVICES names; None if it is not set. CUDA reads it up to what is no GPU, such as -1."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return None if chosen is None else [name.strip() for name in chosen.split(",") if name.strip()]
+    names = map(str.strip, (chosen or "").split(","))
+    return None if chosen is None else [*itertools.takewhile(_GPU.match, names)]
 
 
 def _bytes_of(name: str) -> int | None:

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from arealite.utils import devices
-from arealite.utils.devices import Gpu, gpus, this_node
+from arealite.utils.devices import Gpu, gpus, this_node, visible_gpus
 
 TWO = "0, GPU-aa, NVIDIA H100 80GB HBM3, 81559, 81000\n1, GPU-bb, NVIDIA H100 80GB HBM3, 81559, 1024\n"
 FIRST, SECOND = (
@@ -35,6 +35,22 @@ def test_gpus_are_those_that_cuda_shows(says, monkeypatch: pytest.MonkeyPatch) -
     for chosen, expected in (("1,0", (SECOND, FIRST)), ("GPU-bb", (SECOND,)), ("", ()), ("7", ())):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
         assert gpus() == expected, chosen
+
+
+@pytest.mark.parametrize(
+    ("chosen", "names"), [("-1", []), ("NoDevFiles", []), ("1,-1,0", ["1"]), ("0, GPU-bb", ["0", "GPU-bb"])]
+)
+def test_a_name_that_cuda_does_not_know_ends_the_list(
+    monkeypatch: pytest.MonkeyPatch, chosen: str, names: list[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    assert visible_gpus() == names
+
+
+def test_an_nvidia_smi_that_can_not_run_shows_no_gpu(says, tmp_path: Path) -> None:
+    says(TWO)
+    (tmp_path / "nvidia-smi").write_bytes(b"\x7fELF of another machine")
+    assert visible_gpus() == [] and gpus() == ()
 
 
 @pytest.mark.parametrize(
