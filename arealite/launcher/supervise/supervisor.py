@@ -230,6 +230,8 @@ class Supervisor:
             except TimeoutError:
                 ended = f"{name} was not ready within {setup_timeout_s(self._config):g} s"
                 slot.kill()
+                with contextlib.suppress(NodeLostError, TimeoutError):  # its slot must be given back for the next one
+                    await asyncio.wait_for(running, _CLEAN_UP_S)
             except NodeLostError as error:
                 ended, status = str(error), NODE_LOST
             finally:
