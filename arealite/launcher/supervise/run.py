@@ -175,7 +175,8 @@ async def _run(run: Run, place: Place, secret: str, restart: str | None) -> int:
         retries = config.recover.retries if config.recover.mode in ("auto", "fault") else 0
         num_restarts, progress = 0, folder.newest_checkpoint
         while True:
-            end = await Supervisor(run, place, registry, secret).supervise(restart, pause_s(num_restarts))
+            supervisor = Supervisor(run, place, registry, secret)
+            end = await supervisor.supervise(restart, pause_s(num_restarts))
             if folder.newest_checkpoint > progress:
                 num_restarts, progress = 0, folder.newest_checkpoint
             # A program that ended by itself, rather than by a signal or with its node, would again at the start.
@@ -184,7 +185,10 @@ async def _run(run: Run, place: Place, secret: str, restart: str | None) -> int:
                 return end.status
             num_restarts += 1
             restart = f"restart {num_restarts} of {retries}, because {end.reason}"
-            if not await asyncio.to_thread(place.nodes_answer):
+            do_nodes_answer = await asyncio.to_thread(place.nodes_answer)
+            if supervisor.signalled is not None:
+                return supervisor.signalled.status
+            if not do_nodes_answer:
                 return NODE_LOST
     finally:
         await registry.close()

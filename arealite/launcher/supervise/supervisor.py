@@ -159,7 +159,12 @@ class Supervisor:
             self._log.close()
             self._console.close()
             await self._place.close()
-        return self._signal.result() if self._signal.done() else reason
+        return self.signalled or reason
+
+    @property
+    def signalled(self) -> ExitReason | None:
+        """The user's first signal, also one that came after `supervise`."""
+        return self._signal.result() if self._signal.done() else None
 
     def _say(self, text: str) -> None:
         """Write a line to the console and to launcher.log."""

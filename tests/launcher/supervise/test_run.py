@@ -1,0 +1,46 @@
+"""What happens between two attempts of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from arealite.api.cli_args import BaseExperimentConfig
+from arealite.api.config.run import load_run_config
+from arealite.launcher.place.local import LocalPlace
+from arealite.launcher.plan.plan import Plan, Run, make_plan
+from arealite.launcher.supervise.run import launch
+
+CONFIG = Path(__file__).parents[3] / "examples" / "arealite" / "configs" / "gsm8k_sft.yaml"
+
+
+class AskedPlace(LocalPlace):
+    """Gets SIGTERM while it asks its nodes, and returns once the launcher has taken it."""
+
+    def __init__(self, answer: bool) -> None:
+        self.num_opened, self._answer = 0, answer
+
+    def open(self, config: BaseExperimentConfig, plan: Plan, log: Callable[[str], None]) -> None:
+        super().open(config, plan, log)
+        self.num_opened, self._loop = self.num_opened + 1, asyncio.get_running_loop()
+
+    def nodes_answer(self) -> bool:
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop).result()
+        return self._answer
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_a_signal_while_the_nodes_are_asked_ends_the_run(tmp_path: Path, answer: bool) -> None:
+    """On Slurm this takes as long as a node may be silent, and a lost one makes the job start again."""
+    (tmp_path / "entry.py").write_text("raise SystemExit(7)")
+    overrides = [f"cluster.fileroot={tmp_path}", "cluster.n_gpus_per_node=0", "allocation_mode=d1"]
+    config = load_run_config(["--config", str(CONFIG), *overrides, "recover.mode=auto", "recover.freq_steps=1"])
+    place = AskedPlace(answer)
+    assert launch(Run(config, make_plan(config), tmp_path / "entry.py", []), place, is_checked=True) == 143
+    assert place.num_opened == 1
