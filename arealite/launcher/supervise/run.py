@@ -22,7 +22,7 @@ from arealite.launcher.plan.jobs import plan_lines
 from arealite.launcher.plan.plan import Run, checked_plan, entry_script, trains
 from arealite.launcher.supervise.preflight import preflight
 from arealite.launcher.supervise.supervisor import CONFIG_FAILED, NODE_LOST, Supervisor, pause_s
-from arealite.utils.files import empty_folder, file_lock, write_atomically, writing
+from arealite.utils.files import empty_folder, file_lock, reading, require_object, write_atomically, writing
 from arealite.utils.garbage import skip_last_collection
 from arealite.utils.registry import Registry
 from arealite.utils.secret import ensure_secret
@@ -123,7 +123,7 @@ def launch(
             secret = _prepare_folder(run, is_restart=restart is not None)
         except ConfigError:
             raise
-        except (OSError, ValueError, yaml.YAMLError) as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(str(error)) from error
         return asyncio.run(_run(run, place, secret, restart))
 
@@ -139,9 +139,12 @@ def _leave_no_empty(folder: RunFolder) -> None:
 
 def _is_done(run: Run) -> bool:
     """Tell whether a run that would resume has nothing left to do."""
-    if run.config.recover.mode not in ("auto", "resume") or not run.folder.is_finished:
-        return False
-    then, now = (yaml.safe_load(text) for text in (run.folder.config.read_text(), to_yaml(run.config)))
+    with reading(run.folder.summary):
+        if run.config.recover.mode not in ("auto", "resume") or not run.folder.is_finished:
+            return False
+    with reading(run.folder.config, yaml.YAMLError):
+        then = require_object(yaml.safe_load(run.folder.config.read_text(encoding="utf-8")))
+    now = yaml.safe_load(to_yaml(run.config))
     return all(then.get(key) == now[key] for key in ("total_train_epochs", "total_train_steps", "train_dataset"))
 
 
