@@ -28,7 +28,7 @@ from arealite.launcher.plan.plan import Run, cpus_and_mebibytes, refuse_workers
 from arealite.launcher.supervise.preflight import preflight
 from arealite.launcher.supervise.run import command
 from arealite.launcher.supervise.supervisor import NODE_LOST
-from arealite.utils.files import write_atomically
+from arealite.utils.files import write_atomically, writing
 
 _LOOK_S = 0.2  # between two looks at the job's output
 _ASK_S = 2.0  # between two questions to Slurm
@@ -119,9 +119,13 @@ def _needs(run: Run) -> tuple[int, int]:
 
 def _submit(folder: Path, script: str) -> str:
     """Write the script, hand it to sbatch and return the number of the job."""
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "job.sbatch"
-    write_atomically(path, script, mode=0o600)
+    try:
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, script, mode=0o600)
+    except OSError as error:
+        raise ConfigError(str(error)) from error
     try:
         return ask_slurm("sbatch", "--parsable", str(path)).strip().partition(";")[0]  # <job>[;<cluster>]
     except ConfigError as error:

@@ -222,3 +222,12 @@ def test_without_slurm_nothing_is_submitted(tmp_path, monkeypatch, capsys):
     assert slurm.main(argv) == 2
     assert "sbatch must be in PATH" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_can_not_be_written_is_told(scontrol, tmp_path, capsys):
+    scontrol("")
+    (tmp_path / "scontrol").rename(tmp_path / "sbatch")
+    (tmp_path / "file").write_text("no folder")
+    argv = [str(ENTRY), "--config", str(CONFIG), f"cluster.fileroot={tmp_path}/file", "actor.path=Qwen/Qwen3-8B"]
+    assert slurm.main([*argv, "launcher.preflight=false"]) == 2
+    assert f"ConfigError: {tmp_path}/file/" in (told := capsys.readouterr().err) and "must be writable: got" in told
