@@ -170,13 +170,12 @@ class _Follower:
         if len(self._signals) == 2:
             os._exit(128 + number)
         self._signals.append(number)
-        name, command = signal.Signals(number).name, ["scancel", self._job]
+        command, doing = ["scancel", self._job], "cancelling the job"
         if len(self._signals) == 1 and (job_state(self._job) or {}).get("JobState") == "RUNNING":
-            self._say(f"received {name}: the run stops after a checkpoint; once more cancels the job")
             command += ["--batch", "--signal=TERM"]
-        else:
-            self._say(f"received {name}: cancelling the job")
+            doing = "the run stops after a checkpoint; once more cancels the job"
         subprocess.run(command, timeout=_CANCEL_S, check=False)
+        self._say(f"received {signal.Signals(number).name}: {doing}")  # last, as it waits where nobody reads the output
 
     def _tell(self, state: Mapping[str, str]) -> None:
         word = {

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -231,3 +232,28 @@ def test_a_folder_that_can_not_be_written_is_told(scontrol, tmp_path, capsys):
     argv = [str(ENTRY), "--config", str(CONFIG), f"cluster.fileroot={tmp_path}/file", "actor.path=Qwen/Qwen3-8B"]
     assert slurm.main([*argv, "launcher.preflight=false"]) == 2
     assert f"ConfigError: {tmp_path}/file/" in (told := capsys.readouterr().err) and "must be writable: got" in told
+
+
+def test_a_signal_reaches_the_job_also_while_nobody_reads_the_output(scontrol, tmp_path):
+    """As after Ctrl-S, or in a pager."""
+    cancelled, output = tmp_path / "cancelled", tmp_path / "slurm-7.log"
+    scontrol("JobId=7 JobState=RUNNING ExitCode=0:0")
+    (tmp_path / "scancel").write_text(f'#!/bin/sh\necho "$@" > {cancelled}\n')
+    (tmp_path / "scancel").chmod(0o755)
+    output.write_bytes(b"line\n" * 100_000)
+    code = "import pathlib, sys; from arealite.launcher import slurm; slurm.follow('7', pathlib.Path(sys.argv[1]))"
+    follower = subprocess.Popen([sys.executable, "-c", code, str(output)], stdout=subprocess.PIPE)
+    try:
+        waits = Path(f"/proc/{follower.pid}/syscall")
+        deadline = time.monotonic() + DEADLINE_S
+        while not waits.read_text().startswith("1 0x1 "):  # write(1, ..), which the full pipe keeps
+            assert follower.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        follower.send_signal(signal.SIGTERM)
+        while not cancelled.exists() or not cancelled.read_text():
+            assert follower.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        assert cancelled.read_text() == "7 --batch --signal=TERM\n"
+    finally:
+        follower.kill()
+        follower.communicate()
