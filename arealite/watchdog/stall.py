@@ -67,7 +67,8 @@ class StallWatch:
         lines = judge(evidence).lines(evidence)
         path = self.logs.parent / f"stall_{time.strftime('%Y%m%d_%H%M%S')}.txt"
         try:
-            path.write_text("\n".join([*lines, "", *_details(evidence)]) + "\n", encoding="utf-8")
+            text = "\n".join([*lines, "", *_details(evidence)]) + "\n"
+            path.write_text(text, encoding="utf-8", errors="backslashreplace")  # arguments of commands are any bytes
         except OSError as error:
             return [*lines, f"    the evidence could not be written to {path}: {error}; {evidence.disk}"]
         return [*lines, f"    all stacks, waits and queues: {path}"]
