@@ -259,7 +259,7 @@ class RegistryClient:
                 if reply.status == 200:
                     return form.validate_python(answer)
                 refused = _REFUSED.validate_python(answer)["error"]
-        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, RecursionError) as error:
             raise RegistryError(
                 f"the registry of the run at {address} must answer within {deadline_s:g} s: got "
                 f"{type(error).__name__}: {error}. Check that the run is alive and that this node reaches it."

@@ -335,7 +335,12 @@ async def test_a_registry_that_is_absent_mute_or_gone_is_named(
 
 @pytest.mark.parametrize("status", [200, 404])
 @pytest.mark.parametrize(
-    ("kind", "body"), [("text/html", "<p>hi"), *(("application/json", body) for body in ("{}", "[1]", "7", "null"))]
+    ("kind", "body"),
+    [
+        ("text/html", "<p>hi"),
+        *(("application/json", body) for body in ("{}", "[1]", "7", "null")),
+        pytest.param("application/json", "[" * 100_000, id="deep"),
+    ],
 )
 async def test_another_program_at_the_address_is_no_registry(kind: str, body: str, status: int) -> None:
     """A registry that was killed leaves its registry.json, and its port may be someone else's by now."""
