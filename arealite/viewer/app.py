@@ -75,7 +75,11 @@ class Viewer:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Admit who has the token, and answer errors in words."""
         is_open = not request.path.startswith("/api/")
-        if not is_loopback(request.url.host or ""):  # a name that its owner lets point here
+        try:
+            is_ours = is_loopback(request.url.host or "")  # else a name that its owner lets point here
+        except ValueError:  # no name at all
+            is_ours = False
+        if not is_ours:
             response: web.StreamResponse = _json({"error": _OTHER_NAME.format(request.host)}, status=421)
         elif not is_open and not is_authorized(request.headers.get("Authorization"), self._token):
             response = _json({"error": _UNAUTHORIZED}, status=401)

@@ -84,7 +84,8 @@ def test_what_is_open_to_all_holds_no_data_and_lets_no_other_page_in(tmp_path: P
 def test_a_name_that_its_owner_lets_point_here_is_refused(tmp_path: Path) -> None:
     async def test(get: Get) -> None:
         for path in ("/", "/files/view.js", "/api/runs"):
-            for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "10.0.0.1"):
+            names = ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "10.0.0.1")
+            for host in (*names, "127.0.0.1:99999", "127.0.0.1:x", "a:b:c", "xn--ü"):  # the last ones are no names
                 status, _, body = await get(path, SHOWN | {"Host": host})
                 assert (status, "must be asked for as 127.0.0.1" in str(body)) == (421, True), (path, host)
             for host in ("localhost", "127.0.0.1:1", "[::1]:8800"):
