@@ -175,12 +175,13 @@ def as_rewards(reward: Any, run: Run) -> tuple[float, dict[str, float]]:
 
 
 def _choose_roots(run: Run, which: str) -> None:
-    """Let only one conversation of a run be trained on, unless all are."""
+    """Let only one conversation of a run be trained on, of those that may be, unless all are."""
     sampled: Counter[Turn] = Counter()
     roots: dict[Turn, Turn] = {}
     for turn in run.turns:  # parents first
         roots[turn] = turn if turn.parent is None else roots.get(turn.parent, turn)
-        sampled[roots[turn]] += turn.response.output_len
+        if turn.is_trained:
+            sampled[roots[turn]] += turn.response.output_len
     if which == "all" or not sampled:
         return
     chosen = next(iter(sampled)) if which == "first" else sampled.most_common(1)[0][0]

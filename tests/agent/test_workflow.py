@@ -247,6 +247,20 @@ async def test_which_conversations_are_trained_on(tokenizer, workflow_of, which,
         assert sampled(batch[0], model) == model.responses[answer].output_tokens
 
 
+@pytest.mark.parametrize("which", ["first", "longest"])
+async def test_a_conversation_that_is_not_trained_on_is_never_the_chosen_one(tokenizer, workflow_of, which) -> None:
+    model = ScriptedModel(lambda prompt: "A long question." if "User" in prompt else "No", tokenizer)
+
+    async def agent(data, base_url, api_key, untrained_key):
+        async with client_of(base_url, api_key) as client:
+            asked = await say(client.with_options(api_key=untrained_key), "User, begin!")
+            await say(client, asked.choices[0].message.content)
+        return 1.0
+
+    batch = await workflow_of(agent, config=AgentConfig(train_roots=which)).arun_episode(model, ROW)
+    assert len(batch) == 1 and sampled(batch[0], model) == model.responses[1].output_tokens
+
+
 async def test_a_cancelled_episode_ends_its_agents(model, workflow_of) -> None:
     ended = []
 
