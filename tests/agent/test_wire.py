@@ -164,6 +164,29 @@ async def test_responses_with_a_tool(model, is_streamed, by_id) -> None:
     assert two.parent is one and ids_equal(session, model) and not session.run.branches
 
 
+@pytest.mark.parametrize("by_reference", [{"message"}, {"function_call"}, {"message", "function_call"}])
+async def test_items_of_an_answer_may_come_as_references(model, by_reference) -> None:
+    options = {"model": "m", "tools": [{"type": "function", "strict": False, **WEATHER}]}
+    async with proxied(model) as (proxy, session), openai_client(proxy, session) as client:
+        first = await client.responses.create(input="Oslo?", **options)
+        before = copy.deepcopy(session.run.turns[0].message)
+        result = {"type": "function_call_output", "call_id": first.output[1].call_id, "output": "rainy"}
+        history = [
+            {"type": "item_reference", "id": item.id}
+            if item.type in by_reference
+            else item.model_dump(exclude_none=True)
+            for item in first.output
+        ]
+        second = await client.responses.create(
+            input=[{"role": "user", "content": "Oslo?"}, *history, result], **options
+        )
+        assert second.output_text == "Take an umbrella."
+        with pytest.raises(openai.BadRequestError, match="the answer before must be one of this run"):
+            await client.responses.create(model="m", input=[{"type": "item_reference", "id": "msg_other"}])
+    one, two = session.run.turns
+    assert two.parent is one and one.message == before and not session.run.branches
+
+
 async def ask(client, *, is_streamed, **options):
     options = {"model": "m", "max_tokens": 100} | options
     if not is_streamed:

@@ -86,9 +86,8 @@ def _add(messages: list[Message], item: Message, num_before: int, find: Find) ->
         role = {"developer": "system"}.get(item["role"], item["role"])
         messages.append({"role": role, "content": base.joined(item["content"], text_types=_TEXTS)})
     elif kind == "item_reference":
-        turn = find(Responses.prefix + item["id"].split("_")[1]).turns[0]
-        if messages[-1:] != [turn.message]:
-            messages.append(turn.message)
+        referred = {one["id"]: one for one in _items(find(Responses.prefix + item["id"].split("_")[1]))}
+        _add(messages, referred[item["id"]], num_before, find)
     elif kind in ("message", "function_call", "reasoning"):
         if len(messages) == num_before or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
