@@ -253,6 +253,16 @@ async def test_arguments_of_more_than_64_bits(tokenizer) -> None:
         assert reply.content[0].input == {"city": 10**30}
 
 
+async def test_arguments_that_are_no_json_stay_text(model) -> None:
+    for arguments in ("{", "[" * 100_000):
+        call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+        asked = [{"role": "user", "content": "Where?"}, {"role": "assistant", "tool_calls": [call]}]
+        result = {"role": "tool", "tool_call_id": "a", "content": "no JSON"}
+        async with proxied(model) as (proxy, session), openai_client(proxy, session) as client:
+            answer = await client.chat.completions.create(model="m", messages=[*asked, result])
+            assert answer.choices[0].message.content == "Hello!"
+
+
 @pytest.mark.parametrize(
     "path, body, code",
     [

@@ -190,7 +190,7 @@ def tool_call(call_id: str, name: str, arguments: str | dict[str, Any]) -> dict[
     if isinstance(arguments, str):
         try:
             parsed = json.loads(arguments or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             parsed = None
         arguments = parsed if isinstance(parsed, dict) else arguments
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
