@@ -290,12 +290,13 @@ def _fields(endpoint: Endpoint) -> dict[str, str]:
 def _wanted(function: Callable[..., Any], known: set[str]) -> list[str]:
     """Return the arguments that an agent takes, of those that we have. Raises ConfigError if it needs others."""
     parameters = inspect.signature(function).parameters.values()
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):
-        return sorted(known)
-    needed = {one.name for one in parameters if one.default is one.empty and one.kind is not one.VAR_POSITIONAL}
+    variable = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    needed = {one.name for one in parameters if one.default is one.empty and one.kind not in variable}
     if unknown := sorted(needed - known):
         names = ", ".join(sorted(known))
         raise ConfigError(f"an agent must take arguments of {names}: got {', '.join(unknown)}. Give it defaults.")
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return sorted(known)
     return [one.name for one in parameters if one.name in known]
 
 

@@ -411,7 +411,11 @@ def test_agents_that_can_not_run(workflow_of) -> None:
     async def needy(data, base_url, model_name):
         return 0.0
 
-    with pytest.raises(ConfigError, match=r"must take arguments of .*: got model_name"):
-        workflow_of(needy)
+    async def needy_of_others(model_name, **others):
+        return 0.0
+
+    for agent in (needy, needy_of_others):
+        with pytest.raises(ConfigError, match=r"must take arguments of .*: got model_name"):
+            workflow_of(agent)
     with pytest.raises(ValueError, match="an agent must be importable"):
         workflow_of(lambda data: 1.0)
