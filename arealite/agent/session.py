@@ -24,6 +24,7 @@ from arealite.api.cli_args import AgentConfig, GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ContextOverflowError
 from arealite.api.io_struct import ModelRequest, ModelResponse
+from arealite.utils.tasks import gathered
 
 T = TypeVar("T")
 logger = logging.getLogger("arealite.agent")
@@ -152,7 +153,7 @@ class Session:
     async def _answer(self, call: Call, answer_id: str, *, is_trained: bool) -> Answer:
         prompt = await self.tokenized(self._prompt, call, self._parent(call))
         requests = [self._request(call, prompt) for _ in range(call.n)]
-        responses = await asyncio.gather(*map(self._generate, requests))
+        responses = await gathered(map(self._generate, requests))
         ids = [answer_id, *(f"{answer_id}.{index}" for index in range(1, call.n))]
         turns = [
             await self.tokenized(self._add, turn_id, call, prompt, response, is_trained)

@@ -276,6 +276,28 @@ async def test_an_engine_that_fails_ends_the_run_with_its_error(model) -> None:
             await session.failure
 
 
+async def test_one_sample_that_fails_ends_the_others(model) -> None:
+    answer, may_fail = model.agenerate, asyncio.Event()
+    model.may_answer = asyncio.Event()
+
+    async def agenerate(request):
+        if model.num_running == 1:
+            await may_fail.wait()
+            raise ServerError("no server is left")
+        return await answer(request)
+
+    model.agenerate = agenerate
+    async with proxied(model) as (proxy, session), openai_client(proxy, session.key) as client:
+        asked = asyncio.create_task(client.chat.completions.create(**ASKED, n=2))
+        await until(lambda: model.num_running == 1)
+        may_fail.set()
+        with pytest.raises(openai.BadRequestError, match="its episode failed"):
+            await asked
+        await until(lambda: model.num_cancelled == 1)
+        with pytest.raises(ServerError, match="no server is left"):
+            await session.failure
+
+
 async def test_an_untrained_key_samples_context_only(model) -> None:
     async with proxied(model) as (proxy, session), openai_client(proxy, session.key) as client:
         await client.with_options(api_key=session.untrained_key).chat.completions.create(**ASKED)
