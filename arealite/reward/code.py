@@ -73,16 +73,17 @@ def read_program(completion: str) -> str:
 
 def read_tests(column: Any) -> list[dict[str, str] | str]:
     """Read tests from a column of a data set, a list or a text in JSON."""
-    told = "tests must be a list, or one in JSON, of statements and of {input, output}: got"
+    told = "tests must be a list, or one in JSON, of statements and of {input, output}, which are texts: got"
     try:
         tests = json.loads(column) if isinstance(column, str) else list(column)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{told} {column!r:.200}. Name another column by answer_key.") from error
-    for test in tests:
-        if not isinstance(test, str) and not (isinstance(test, dict) and {"input", "output"} <= test.keys()):
-            raise ValueError(f"{told} {test!r:.200}. Correct or drop the row.")
     if not tests or not isinstance(tests, list):
         raise ValueError(f"{told} {column!r:.200}. Correct or drop the row.")
+    for test in tests:
+        texts = [test.get("input"), test.get("output")] if isinstance(test, dict) else [test]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"{told} {test!r:.200}. Correct or drop the row.")
     return tests
 
 

@@ -166,7 +166,8 @@ def test_programs_and_tests_are_found() -> None:
     assert read_program("Think.\n```python\na = 1\n```\nor\n```\nb = 2\n```\nDone.") == "b = 2\n"
     assert read_program("c = 3") == "c = 3" and read_program("```py\nopen") == "```py\nopen"
     assert read_tests('["assert f()"]') == ["assert f()"] and read_tests(TESTS) == TESTS
-    for column in (None, "no JSON", [], "{}", [{"input": "1"}], '{"input": "1", "output": "2"}', [3]):
+    wrong_types = ("3", "null", "true", [{"input": "1", "output": 2}], [{"input": None, "output": "2"}])
+    for column in (None, "no JSON", [], "{}", [{"input": "1"}], '{"input": "1", "output": "2"}', [3], *wrong_types):
         with pytest.raises(ValueError, match="tests must be a list, or one in JSON"):
             read_tests(column)
 
