@@ -89,14 +89,16 @@ def in_bubblewrap(
 ) -> Confined:
     """Isolate a command in namespaces of its own, with `files` in its folder."""
     is_root = os.geteuid() == 0
-    status, theirs = os.pipe()
-    cleanup.callback(os.close, status)
     descriptors = []
 
     def passed(descriptor: int) -> str:
         cleanup.callback(os.close, descriptor)
         descriptors.append(descriptor)
         return str(descriptor)
+
+    status, theirs = os.pipe()
+    cleanup.callback(os.close, status)
+    its_status = passed(theirs)
 
     def bound(path: str, below: str = "") -> list[str]:
         return ["--ro-bind", f"{below}{path}", path]
@@ -123,7 +125,7 @@ def in_bubblewrap(
     words += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", FOLDER, "--hostname", "sandbox"]
     words += ["--unshare-all", "--unshare-user", "--disable-userns", "--uid", "1000", "--gid", "1000"]
     words += ["--new-session", "--die-with-parent", "--as-pid-1"]
-    words += ["--seccomp", passed(memory_file(_syscall_filter())), "--json-status-fd", passed(theirs), "--"]
+    words += ["--seccomp", passed(memory_file(_syscall_filter())), "--json-status-fd", its_status, "--"]
     if is_root:
         words = [_found("setpriv"), f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--", *words]
         opening = ["umask 022", f"mount -t tmpfs sandbox {_OPEN_FOLDER}"]
