@@ -151,7 +151,7 @@ def in_process(
         path = os.path.join(folder, name)
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(path, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            file.write(_encoded(content))
     environment = _ENVIRONMENT | {"HOME": folder, "TMPDIR": folder}
     return Confined([*_first_to_go(), *_limited(limits), "--", *command], folder, environment)
 
@@ -165,11 +165,15 @@ def memory_file(content: str | bytes) -> int:
     """Return a file of that content in memory, which nobody can change, at its beginning."""
     descriptor = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(descriptor, "wb", closefd=False) as file:
-        file.write(content.encode(errors="surrogatepass") if isinstance(content, str) else content)
+        file.write(_encoded(content))
     os.lseek(descriptor, 0, os.SEEK_SET)
     seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
     return descriptor
+
+
+def _encoded(content: str | bytes) -> bytes:
+    return content.encode(errors="surrogatepass") if isinstance(content, str) else content
 
 
 def _limited(limits: Limits) -> list[str]:

@@ -37,6 +37,8 @@ def test_a_program_gets_its_files_and_input_and_tells_how_it_ended(sandbox: Sand
     result = sandbox.run_here(program, files=files, stdin="21\n")
     assert (result.exit_status, result.stdout, result.reason, result.timed_out) == (7, "42 A\n", None, False)
     assert result.stderr == "['data', 'main.py', 'new', 'raw']\n"
+    half = sandbox.run_here("print('\ud800')")  # of a character, as JSON may hold it
+    assert half.exit_status == 1 and "Non-UTF-8 code" in half.stderr
     again = sandbox.run_here(["/bin/sh", "-c", "ls; kill -SEGV $$"])
     assert (again.exit_status, again.stdout) == (139, ""), "an empty folder, and a signal"
 
