@@ -26,7 +26,7 @@ def load_named(name: str, *, key: str, kind: str) -> Any:
     place, _, leaf = name.rpartition(":")
     file = Path(place).expanduser().resolve() if place.endswith(".py") else None
     told = f"{key} must be FILE.py:{kind.upper()} or module:{kind.upper()} that exists: got {name}. Correct it."
-    if not place or (file is not None and not file.is_file()):
+    if place[:1] in ("", ".") if file is None else not file.is_file():
         raise ConfigError(told)
     if file is not None:
         sys.path += [str(file.parent)] * (str(file.parent) not in sys.path)  # workers get it too

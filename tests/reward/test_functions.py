@@ -49,6 +49,7 @@ def test_functions_of_one_name_are_refused_when_they_are_loaded(folder) -> None:
             "reward must be FILE.py:FUNCTION or .* that exists: got .*none.py:score",
         ),
         ("score", "reward must be FILE.py:FUNCTION or module:FUNCTION that exists: got score"),
+        ("./own_reward:score", "reward must be FILE.py:FUNCTION or .* that exists: got ./own_reward:score. Correct it"),
         ("no.such.module:score", "reward must be FILE.py:FUNCTION or module:FUNCTION that exists: got no.such.module:"),
         ("{folder}/own_reward.py:scores", "own_reward.py must have a function scores: got none. Correct reward"),
         ("{folder}/own_reward.py:number", "own_reward.py must have a function number"),
