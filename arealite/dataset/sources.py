@@ -105,8 +105,9 @@ def _call(file: str, name: str, query: str, split: str, seed: int) -> Any:
 
 
 def _file_of_split(folder: Path, split: str) -> Path:
-    """Return the one file that is named after the split (`train.jsonl`, `my_train.parquet`)."""
-    found = [file for file in folder.iterdir() if file.suffix in SUFFIXES and split in file.stem]
+    """Return the one file that is named after the split (`train.jsonl`, `my_train.parquet`; not `latest.jsonl`)."""
+    named = re.compile(rf"(?<![A-Za-z]){re.escape(split)}")
+    found = [file for file in folder.iterdir() if file.suffix in SUFFIXES and named.search(file.stem)]
     if len(found) != 1:
         names = sorted(file.name for file in folder.iterdir())
         raise (ValueError if found else MissingSplitError)(

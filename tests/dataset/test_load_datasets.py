@@ -79,7 +79,7 @@ def test_parts_of_a_file_can_be_named(load, tmp_path, caplog) -> None:
 
 def test_a_folder_with_a_test_file_holds_nothing_out(load, tmp_path) -> None:
     folder = tmp_path / "data"
-    write(folder / "train.jsonl", 0, 40)
+    write(folder / "latest_train.jsonl", 0, 40)
     train, valid = load(f"train_dataset.path={folder}", *COLUMNS)
     assert (numbers(train), numbers(valid)) == ([*range(38)], [38, 39])
     write(folder / "test.jsonl", 50, 53)
