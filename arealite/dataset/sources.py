@@ -5,6 +5,7 @@ import inspect
 import json
 import re
 import runpy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
@@ -54,6 +55,9 @@ def _read_split(config: DatasetConfig, split: str, seed: int) -> Source:
     path, local = config.path, Path(config.path).expanduser()
     if found := _FUNCTION.fullmatch(path):
         rows = _call(found[1], found[2], found[3] or "", split, seed)
+        if not isinstance(rows, Sequence | datasets.Dataset):
+            got = type(rows).__name__
+            raise ValueError(f"{found[1]}:{found[2]} must return a list of rows, or a Dataset: got {got}. Correct it.")
         return ArrowRows(rows) if isinstance(rows, datasets.Dataset) else ListRows(rows)
     if found := _HUB_FILE.fullmatch(path):
         return ArrowRows(datasets.load_dataset(found[1], data_files=found[2], split="train"))

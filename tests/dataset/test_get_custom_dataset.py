@@ -156,6 +156,8 @@ def test_a_function_of_a_python_file(tokenizer) -> None:
         ("{file}:none", "must have a function none"),
         ("{file}:number", "must have a function number"),
         ("{file}:empty", "must have rows: got none"),
+        ("{file}:nothing", "nothing must return a list of rows, or a Dataset: got NoneType"),
+        ("{file}:generated", "generated must return a list of rows, or a Dataset: got generator"),
         (
             "{file}:rows?size=2",
             "the column question: got prompt in row 0 .*Set train_dataset.prompt_key to",
@@ -169,6 +171,8 @@ def test_functions_that_are_no_data_sets(tmp_path, path, told) -> None:
         "number = 3\n"
         "def rows(split, *, seed, size='1'):\n    return [{'prompt': split}] * int(size)\n"
         "def empty(split, *, seed):\n    return []\n"
+        "def nothing(split, *, seed):\n    pass\n"
+        "def generated(split, *, seed):\n    yield from rows(split, seed=seed)\n"
     )
     with pytest.raises(ValueError, match=told):
         get_custom_dataset(path.format(file=file), type="rl")
