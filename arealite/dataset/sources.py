@@ -60,7 +60,7 @@ def _read_split(config: DatasetConfig, split: str, seed: int) -> Source:
             raise ValueError(f"{found[1]}:{found[2]} must return a list of rows, or a Dataset: got {got}. Correct it.")
         return ArrowRows(rows) if isinstance(rows, datasets.Dataset) else ListRows(rows)
     if found := _HUB_FILE.fullmatch(path):
-        return ArrowRows(datasets.load_dataset(found[1], data_files=found[2], split="train"))
+        return ArrowRows(_load_hub(found[1], data_files=found[2], split="train"))
     if path in ("gsm8k", "openai/gsm8k"):
         return _read_hub("openai/gsm8k", config.config_name or "main", split)
     if local.is_dir() and (local / "data").is_dir():  # a data set of the hub that was downloaded
@@ -77,20 +77,24 @@ def _read_split(config: DatasetConfig, split: str, seed: int) -> Source:
 
 
 def _read_hub(path: str, config_name: str | None, split: str) -> Source:
-    try:
-        splits = datasets.load_dataset(path, config_name)
-    except (ValueError, OSError) as error:  # OSError: no such data set, and no connection
-        told = " ".join(str(error).split()).rstrip(".")
-        raise ValueError(
-            f"data set {path} must be on the hub, or a file or folder here: got {told}. "
-            "Correct its path or config_name."
-        ) from error
+    splits = _load_hub(path, config_name)
     if split not in splits:
         raise MissingSplitError(
             f"data set {path} must have the split {split}: got {', '.join(splits)}. Set train_dataset.split (or "
             "valid_dataset.split)."
         )
     return ArrowRows(splits[split])
+
+
+def _load_hub(path: str, *names: Any, **options: Any) -> Any:
+    try:
+        return datasets.load_dataset(path, *names, **options)
+    except (ValueError, OSError) as error:  # OSError: no such data set, and no connection
+        told = " ".join(str(error).split()).rstrip(".")
+        raise ValueError(
+            f"data set {path} must be on the hub, or a file or folder here: got {told}. "
+            "Correct its path or config_name."
+        ) from error
 
 
 def _call(file: str, name: str, query: str, split: str, seed: int) -> Any:

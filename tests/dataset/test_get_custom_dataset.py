@@ -208,8 +208,9 @@ def test_any_data_set_of_the_hub_and_parts_of_its_splits(hub) -> None:
     assert numbers("hf-dataset://org/name/main/train/rows.parquet", "train[-1:]") == [9]
     with pytest.raises(ValueError, match=r"org/no_test must have the split test: got train\. Set .*dataset\.split"):
         numbers("org/no_test", "test")
-    with pytest.raises(ValueError, match=r"org/none must be on the hub, or .* here: got Dataset 'org/none' doesn't"):
-        numbers("org/none", "train")
+    for path in ("org/none", "hf-dataset://org/none/rows.parquet"):
+        with pytest.raises(ValueError, match=r"org/none must be on the hub, or .*: got Dataset 'org/none' doesn't"):
+            numbers(path, "train")
     with pytest.raises(ValueError, match=r"split must be like train, train\[:95%\] .*: got 'train\[:'"):
         numbers("org/name", "train[:")
 
