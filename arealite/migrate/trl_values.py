@@ -140,10 +140,12 @@ def evaluate(value: Any, old: Old) -> Any:
     new: Tree = {"valid_dataset.split": Because(old["dataset_test_split"], "dataset_test_split")}
     if value == "epoch":
         return new | {"evaluator.freq_epochs": 1}
-    steps = old["eval_steps"] or old["logging_steps"] or 10  # as TRL logs by default
+    key = next((one for one in ("eval_steps", "logging_steps") if old[one]), None)
+    steps = old[key] if key else 10
     if steps < 1:
-        raise WithoutCounterpart("eval_steps below 1 is a share of all steps: set evaluator.freq_steps")
-    return new | {"evaluator.freq_steps": Because(batches(steps, old), f"eval_steps: {steps}")}
+        raise WithoutCounterpart(f"{key} below 1 is a share of all steps: set evaluator.freq_steps")
+    told = f"{key}: {steps}" if key else f"as often as TRL logs by default, every {steps} steps"
+    return new | {"evaluator.freq_steps": Because(batches(steps, old), told)}
 
 
 def only_config(value: Any, _old: Old) -> Any:

@@ -162,9 +162,14 @@ def test_a_config_of_verl(tmp_path: Path) -> None:
 
 
 def test_trl_evaluates_as_often_as_it_logs_unless_told_otherwise(tmp_path: Path) -> None:
-    for more, freq_steps in (("", 5), ("logging_steps: 4\n", 2), ("logging_steps: 4\neval_steps: 60\n", 30)):
-        migrated(tmp_path, f"{TRL}eval_strategy: steps\n{more}", status=1)  # the reward is to be filled in
+    for more, freq_steps, told in (
+        ("", 5, "as often as TRL logs by default, every 10 steps"),
+        ("logging_steps: 4\n", 2, "logging_steps: 4"),
+        ("logging_steps: 4\neval_steps: 60\n", 30, "eval_steps: 60"),
+    ):
+        _, text = migrated(tmp_path, f"{TRL}eval_strategy: steps\n{more}", status=1)  # the reward is to be filled in
         assert loaded(tmp_path, GRPOConfig, "reward=a:b").evaluator.freq_steps == freq_steps
+        assert f"freq_steps: {freq_steps}  # eval_strategy: steps; {told}\n" in text
 
 
 @pytest.mark.parametrize(("steps", "share", "told"), [(300, 1.0, "300 of 200 steps"), (0, 0.0, "no warmup")])
