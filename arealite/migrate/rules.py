@@ -195,10 +195,17 @@ def _made(old: Old, value: Any, rule: Rule, *, is_silent: bool = False) -> Itera
 
 def shown(key: str, value: Any) -> str:
     """Return a value as a file has it, for a comment: on one line, not too long, and no secret."""
-    if re.search(r"(api_key|token|password|secret)$", key):
-        return "***"
-    text = " ".join((json.dumps(value, default=str) if not isinstance(value, str) else value).split())
+    shown = _without_secrets(key, value)
+    text = " ".join((json.dumps(shown, default=str) if not isinstance(shown, str) else shown).split())
     return text if len(text) <= 200 else f"{text[:200]} ..."
+
+
+def _without_secrets(key: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_secrets(str(name), one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_without_secrets(key, one) for one in value]
+    return "***" if re.search(r"(api_key|token|password|secret)$", key, re.IGNORECASE) else value
 
 
 def to_fill_in(tree: Tree, prefix: str = "") -> Iterator[str]:

@@ -225,6 +225,7 @@ actor:
 train_dataset: {path: "${oc.env:DATA,gsm8k}", batch_size: 8}
 rollout: {enable_rollout_tracing: true}
 mine: {a: 1}
+service: {user: me, keys: [{WANDB_API_KEY: hidden}], hf_token: hidden}
 """
     with caplog.at_level(logging.WARNING, logger="arealite.config"):
         keys, text = migrated(tmp_path, old, status=1)
@@ -242,6 +243,7 @@ mine: {a: 1}
         in lines
     )
     assert any(line.startswith('# mine must be a key of ours: got {"a": 1}.') for line in lines)
+    assert '"keys": [{"WANDB_API_KEY": "***"}], "hf_token": "***"' in " ".join(text.split()) and "hidden" not in text
     assert loaded(tmp_path).actor.baseline == "none"
 
 
