@@ -91,7 +91,7 @@ class EnvWorkflow(RolloutWorkflow):
                 total += reward
                 if self.turn_rewards:
                     talk.builder.earn(reward)
-                if is_terminated or is_truncated or talk.num_turns == self.max_turns:
+                if is_terminated or is_truncated or talk.num_turns >= self.max_turns:
                     break
         metrics = {"num_turns": talk.num_turns, "parse_errors": num_parse_errors, "is_terminated": is_terminated}
         run = talk.builder.finish(total, sample_index=sample)

@@ -104,7 +104,7 @@ class ToolWorkflow(RLVRWorkflow):
             messages = data["messages"]
             while (answer := await talk.ask(messages)) is not None:
                 calls = answer.get("tool_calls")
-                if not calls or talk.num_turns == self.max_turns:
+                if not calls or talk.num_turns >= self.max_turns:
                     break
                 async with asyncio.TaskGroup() as group:
                     tasks = [group.create_task(self._call(environment, call, counts)) for call in calls]
