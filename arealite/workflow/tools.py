@@ -98,7 +98,7 @@ class ToolWorkflow(RLVRWorkflow):
         counts: Counter[str] = Counter()
         environment = self.make_environment(data)
         async with AsyncExitStack() as cleanup:
-            cleanup.push_async_callback(environment.aclose)
+            cleanup.push_async_callback(lambda: self._within("aclose", environment.aclose()))
             await self._within("ainitialize", environment.ainitialize())
             talk = Conversation(engine, self.model, self.gconfig, sample=sample, tools=environment.list_tools())
             messages = data["messages"]

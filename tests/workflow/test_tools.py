@@ -253,6 +253,27 @@ async def test_an_environment_of_its_own_for_each_run(tokenizer) -> None:
     assert group["num_turns"].tolist() == [3, 3, 3] and [one.calls for one in made] == [-1, -1, -1]
 
 
+@pytest.mark.parametrize("fails_by", ["a crash", "a hang"])
+async def test_an_environment_that_does_not_close_fails_as_environment(tokenizer, fails_by: str) -> None:
+    class Stuck(Environment):
+        async def aexecute(self, tool_name: str, tool_args: dict[str, Any]) -> Any:
+            return None
+
+        async def aclose(self) -> None:
+            if fails_by == "a crash":
+                raise ZeroDivisionError("oops")
+            await asyncio.Event().wait()
+
+    workflow = ToolWorkflow(has_seven, GenerationHyperparameters(), tokenizer, lambda _: Stuck(), tool_timeout=0.1)
+    told = {"a crash": "aclose must raise nothing but ValueError: got Zero", "a hang": "aclose must return within"}
+    try:
+        async with asyncio.timeout(30):
+            with pytest.raises(EnvError, match=told[fails_by]):
+                await workflow.arun_episode(SayingEngine(tokenizer, lambda _: "7"), DATA)
+    finally:
+        workflow.close()
+
+
 def test_a_template_without_calls_is_refused(tmp_path) -> None:
     with pytest.raises(ConfigError, match="must have a chat template that writes calls of tools in a known format"):
         workflow_of(real_tokenizer("Phi-3"), add)
