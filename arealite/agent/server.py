@@ -62,10 +62,9 @@ class Proxy:
         self.loop = EventLoopThread("arealite-proxy", what="loop of the proxy")
         self.loop.closers.append(self._server.close)
         self.port = self.loop.run(self._server.start(host, port))
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        self.address = f"http://{f'[{here}]' if ':' in here else here}:{self.port}"
+        """As processes of this node reach it."""
 
     async def open(self, session: Session) -> None:
         """Serve a run; called in the loop of its episode."""

@@ -9,6 +9,7 @@ import openai
 import pytest
 from testing_proxy import ScriptedModel, chatml_tokenizer, ids_equal, proxied
 
+from arealite.agent.server import Proxy
 from arealite.api.errors import ContextOverflowError, ServerError
 
 pytestmark = pytest.mark.xdist_group("agent_packages")
@@ -194,6 +195,16 @@ async def test_counting_tokens_changes_no_counts(tokenizer) -> None:
         model.may_answer.set()
         await answer
     assert session.run.counts["malformed_calls"] == 1 and session.run.counts["special_text"] == 0
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "0.0.0.0"])
+async def test_its_address_is_one_where_it_listens(host) -> None:
+    proxy = await asyncio.to_thread(Proxy, heartbeat_s=1.0, host=host)
+    try:
+        async with httpx2.AsyncClient() as client:
+            assert (await client.get(f"{proxy.address}/v1/models")).status_code == 401
+    finally:
+        await asyncio.to_thread(proxy.close)
 
 
 async def test_late_requests_change_nothing(model) -> None:
