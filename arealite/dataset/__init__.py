@@ -77,9 +77,11 @@ def load_datasets(
         return Rows(ListRows([])), prepare(_read_whole(valid, config.seed), valid, tools)
     rows, held_out, first_held_out = read_rows(train, train.split or "train", config.seed), None, 0
     if valid is not None:
-        is_own = valid.path != train.path or valid.split is not None
+        is_file = is_one_file(valid.path)
+        is_other_config = valid.config_name != train.config_name and not is_file
+        is_own = valid.path != train.path or valid.split is not None or is_other_config
         try:
-            if is_own or not is_one_file(valid.path):
+            if is_own or not is_file:
                 held_out = read_rows(valid, valid.split or "test", config.seed)
         except MissingSplitError:
             if is_own:

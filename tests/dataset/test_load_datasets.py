@@ -87,6 +87,22 @@ def test_a_folder_with_a_test_file_holds_nothing_out(load, tmp_path) -> None:
     assert (numbers(train), numbers(valid)) == ([*range(40)], [50, 51, 52])
 
 
+def test_another_configuration_of_a_data_set_is_one_of_its_own(load, tmp_path) -> None:
+    """Rows of the training configuration never stand in for it."""
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    configs = [{"config_name": name, "data_files": f"data/{name}.jsonl"} for name in ("easy", "hard")]
+    (folder / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
+    for name, start in (("easy", 0), ("hard", 50)):
+        write(folder / "data" / f"{name}.jsonl", start, start + 40)
+    named = f"train_dataset.path={folder}", "train_dataset.config_name=easy"
+    assert numbers(load(*named, *COLUMNS)[1]) == [38, 39]
+    others = *named, *COLUMNS, "valid_dataset.config_name=hard"
+    with pytest.raises(ValueError, match=r"must have the split test: got train\. Set .*valid_dataset\.split"):
+        load(*others)
+    assert numbers(load(*others, "valid_dataset.split=train[:2]")[1]) == [50, 51]
+
+
 def test_a_validation_set_of_its_own_is_read_as_it_says(load, tmp_path) -> None:
     write(tmp_path / "own.jsonl", 0, 40)
     write(tmp_path / "valid.jsonl", 50, 53)
