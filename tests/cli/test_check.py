@@ -515,6 +515,12 @@ def test_the_real_programs(check, tiny, tmp_path, program: str, on_a_cpu: str, m
     assert status == 1 and "PROBLEM server" in shown and "tensor" in shown, shown
 
 
+def test_a_script_that_exits_where_it_is_imported_is_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    found = Findings(is_brief=True)
+    assert found.look("reward", lambda _: sys.exit(0)) is None and found.summarize()
+    assert "problem: reward: SystemExit: 0, at " in capsys.readouterr().err
+
+
 def test_a_finding_between_checks_is_one_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     found = Findings(is_brief=True)
     found.add("problem", "the sky must be blue: got grey", "Wait.")

@@ -64,7 +64,7 @@ class Findings:
         try:
             with self.console.status(f"checking the {topic}"):
                 return check(self, *args, **kwargs)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a script may exit where it is imported
             self.add("problem", in_one_line(error))
         return None
 
