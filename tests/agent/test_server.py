@@ -325,6 +325,13 @@ async def test_ignored_parameters_are_told_once(model, caplog) -> None:
     assert len(told) == 1 and "seed, temperature, tool_choice" in told[0]
 
 
+async def test_a_temperature_of_0_is_ignored_like_any_other(model, caplog) -> None:
+    async with proxied(model) as (proxy, session), openai_client(proxy, session.key) as client:
+        await client.chat.completions.create(**ASKED, temperature=0, presence_penalty=0)
+        await proxy.end(session)
+    assert "agents ask for temperature, which changes nothing" in caplog.text
+
+
 async def test_requests_run_in_the_context_and_loop_of_the_episode(model) -> None:
     from contextvars import ContextVar
 

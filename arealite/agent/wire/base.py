@@ -23,6 +23,7 @@ _NOT_OBEYED = (
 )
 _MAX_N = 128  # as OpenAI has it
 _HARMLESS: tuple[Any, ...] = (None, "auto", 0, {"type": "auto"}, {"type": "text"}, {"type": "disabled"}, {})
+_WITH_0 = ("temperature", "seed")  # of which 0 is a value like any other
 
 
 class RefusedError(ValueError):
@@ -64,7 +65,8 @@ class Call:
     @property
     def not_obeyed(self) -> list[str]:
         """Name the parameters that change nothing."""
-        return [name for name in _NOT_OBEYED if self.body.get(name) not in _HARMLESS]
+        given = {name: self.body.get(name) for name in _NOT_OBEYED}
+        return [name for name, value in given.items() if value not in _HARMLESS or (value == 0 and name in _WITH_0)]
 
 
 @dataclass(eq=False)
