@@ -116,11 +116,15 @@ class EventLoopThread:
                 for part in (*[_cancel_tasks] * _WIND_UP_ROUNDS, *self.closers):
                     if (error := _failure(runner, part)) is not None:
                         logger.error("the %s did not end in order", self._what, exc_info=error)
-        except RuntimeError as error:  # asyncio starts a thread at its end, for which a process may lack the memory
-            logger.error("the %s did not end in order: %s", self._what, error)
+        except Exception as error:  # a process may lack a file to begin, or memory for the thread that it ends with
+            if self._loop.done():
+                logger.error("the %s did not end in order: %s", self._what, error)
+            else:
+                self._loop.set_exception(error)
         finally:
             self._ended.set_result(None)
-            self.watch.close()
+            if self._loop.exception() is None:
+                self.watch.close()
 
     def _ended_error(self) -> RuntimeError:
         reason = "closed" if self._cause is None else repr(self._cause)

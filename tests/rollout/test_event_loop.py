@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import inspect
 import itertools
 import logging
 import math
 import re
+import resource
 import sysconfig
 import threading
 import time
@@ -62,6 +64,18 @@ def turn(loop: EventLoopThread) -> None:
 def line_of(function: object, text: str) -> str:
     lines, first = inspect.getsourcelines(function)  # type: ignore[arg-type]
     return f"{__file__}:{first + next(index for index, line in enumerate(lines) if text in line)} in "
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of asyncio's own half a loop
+def test_a_loop_that_finds_no_file_says_so() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            EventLoopThread("test-loop")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    gc.collect()
 
 
 def test_a_blocking_call_is_reported_once_per_line_while_it_blocks(loop, caplog) -> None:
