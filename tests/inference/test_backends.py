@@ -119,7 +119,9 @@ def test_token_limits_fit_into_the_context() -> None:
     with connected(server) as engine:
         assert generate(engine, [5] * 9, max_new_tokens=100).output_len == 7
         assert generate(engine, [5] * 9, max_new_tokens=3).output_len == 3
-    assert [one["sampling_params"]["max_new_tokens"] for one in server.requests] == [7, 3]
+        assert generate(engine, [5] * 9, max_new_tokens=100, min_new_tokens=50).output_len == 7
+    assert [one["sampling_params"]["max_new_tokens"] for one in server.requests] == [7, 3, 7]
+    assert [one["sampling_params"]["min_new_tokens"] for one in server.requests] == [0, 0, 7]
 
 
 def test_a_completion_that_is_interrupted_where_the_context_ends_is_kept() -> None:

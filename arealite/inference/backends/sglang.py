@@ -76,12 +76,13 @@ class SGLangBackend(Backend):
     def payload(self, address: str, req: ModelRequest, tokens: list[int], seed: int, ignore_eos: bool = False) -> Json:
         gconfig, input_ids = req.gconfig, [*req.input_ids, *tokens]
         left = self._max_tokens.get(address, len(input_ids) + gconfig.max_new_tokens) - len(input_ids)
+        max_new_tokens = max(1, min(gconfig.max_new_tokens - len(tokens), left))
         sampling: Json = {
             "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
             "top_p": gconfig.top_p,
             "top_k": -1 if gconfig.top_k >= ALL_TOKENS else gconfig.top_k,
-            "max_new_tokens": max(1, min(gconfig.max_new_tokens - len(tokens), left)),
-            "min_new_tokens": max(0, gconfig.min_new_tokens - len(tokens)),
+            "max_new_tokens": max_new_tokens,
+            "min_new_tokens": min(max(0, gconfig.min_new_tokens - len(tokens)), max_new_tokens),  # it refuses more
             "stop_token_ids": gconfig.stop_token_ids,
         }
         if address in self._takes_seeds:
