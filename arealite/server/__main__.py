@@ -9,7 +9,6 @@ Exit status: 0 after SIGTERM or SIGINT, 1 when generation failed, 2 for argument
 import argparse
 import asyncio
 import logging
-import os
 import signal
 import socket
 import sys
@@ -52,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except OSError as error:
             raise ValueError(
                 f"--host and --port must be an address that is free here: got {args.host}:{args.port} "
-                f"({os.strerror(error.errno or 0)}). Take another, or --port 0 for any."
+                f"({str(error.strerror).partition(' (while')[0]}). Take another, or --port 0 for any."
             ) from error
         if args.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda must find a CUDA device: got none. Take --device cpu.")
@@ -91,6 +90,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in ("threads", "slots", "context"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1: got {getattr(args, name)}")
+    if not 0 <= args.port < 65536:
+        parser.error(f"--port must be from 0 to 65535: got {args.port}")
     return args
 
 

@@ -243,3 +243,7 @@ def test_what_cannot_be_served_is_said_at_once(
     with pytest.raises(SystemExit, match="2"):
         main(["--model-path", str(tmp_path), "--port", "0", "--slots", "0"])
     assert "--slots must be at least 1: got 0" in capsys.readouterr().err
+    for port in ("-1", "65536"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["--model-path", str(tmp_path), "--port", port])
+        assert f"--port must be from 0 to 65535: got {port}" in capsys.readouterr().err
