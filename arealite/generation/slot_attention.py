@@ -4,6 +4,7 @@ of copies. A forward pass takes its `SlotStep` as a keyword, which reaches every
 
 # n sequences, N packed tokens, H key-value heads, G query heads per key-value head, D head size, L cached tokens
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +35,13 @@ class SlotCache:
         shape = (layers, 2, slots + 1, heads, context, head_dim)
         # Attention multiplies masked values by 0, so they must be finite.
         if device.type == "cpu":  # numpy maps zeros when they are first touched, so unused slots cost nothing
-            raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
+            try:
+                raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+            except MemoryError as error:
+                raise ValueError(
+                    f"the keys and values of {slots} slots of {context} tokens must fit into memory: got {error}. "
+                    "Lower slots or context."
+                ) from error
             self.kv = torch.from_numpy(raw).view(dtype).view(shape)
         else:
             self.kv = torch.zeros(shape, dtype=dtype, device=device)

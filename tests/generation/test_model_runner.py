@@ -85,6 +85,11 @@ def test_a_model_that_would_be_served_wrongly_is_refused(
         ModelRunner(build(model_config(), seed=0), slots=2, context=64)
 
 
+def test_a_cache_beyond_the_memory_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"of 1000000000000 slots of 64 tokens must fit .* Unable to allocate"):
+        ModelRunner(build(config(), seed=0), slots=10**12, context=64)
+
+
 def test_absolute_positions_work_too() -> None:
     model = build(GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=64), seed=0)
     expected = model(torch.tensor([[1, 2, 3, 4]])).logits[0, -1]
