@@ -123,9 +123,12 @@ class LedgerFile:
 
         Return the last ticket, the counts of `count_states`, and the prompts that wait to run by their tickets.
         """
-        with self._database:
-            for statement in _ROLLBACK:
-                self._database.execute(statement, {"position": position})
+        try:
+            with self._database:
+                for statement in _ROLLBACK:
+                    self._database.execute(statement, {"position": position})
+        except sqlite3.Error as error:
+            raise _explained(self.path, error) from error
         columns = "epoch, idx, ticket, is_counted, issued_at, issued_unix_s"
         rows = self._database.execute(f"SELECT {columns} FROM prompts WHERE state = 'issued' ORDER BY ticket")
         issued = [

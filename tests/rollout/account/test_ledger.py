@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
@@ -476,6 +477,17 @@ def test_who_locks_the_ledger_is_named(tmp_path: Path, monkeypatch: pytest.Monke
         other.communicate()
     with pytest.raises(LedgerError, match=message):
         ledger.close()
+
+
+def test_a_rollback_that_can_not_be_written_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger_file, "_LOCK_S", 0.5)
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(str(path), new_account())
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(LedgerError, match=rf"{path} must not be locked by others for 0.5 s"):
+            ledger.rollback(0)
+    ledger.close()
 
 
 @pytest.mark.parametrize(
