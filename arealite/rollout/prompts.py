@@ -139,8 +139,13 @@ def brought(number: int, row: Row, workflow: RolloutWorkflow, should_accept: Sho
     return Prompt(row["prompt_id"], row, workflow, should_accept, is_repeatable=False)
 
 
-def named(row: Row, prompt_id: PromptId) -> Row:
+def named(row: object, prompt_id: PromptId) -> Row:
     """Return the row with a `prompt_id`: its own, or the given one."""
+    if not isinstance(row, Mapping):
+        raise ValueError(
+            f"rows must come as a list of dicts: got one that is {row!r:.100}. Use PromptLoader, or give a DataLoader "
+            "of torch collate_fn=list, as its own makes one dict of all rows."
+        )
     if not isinstance(own := row.get("prompt_id", prompt_id), PromptId):
         raise ValueError(
             f"the column prompt_id of a row must be a PromptId: got {own!r:.100}. Rename a column of the data set that "

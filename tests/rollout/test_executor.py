@@ -219,6 +219,13 @@ def test_a_dataloader_without_rows_is_refused(start: Callable[..., IdleEngine]) 
         start().executor.prepare_batch([], WaitingWorkflow())
 
 
+@pytest.mark.parametrize("batch", [{"question": ["a", "b"]}, ["question"]])
+def test_rows_that_are_no_dicts_are_refused(start: Callable[..., IdleEngine], batch: Any) -> None:
+    """A DataLoader of torch makes one dict of all rows unless it is told otherwise."""
+    with pytest.raises(ValueError, match=r"rows must come as a list of dicts: got one that is 'question'\."):
+        start().executor.prepare_batch([batch], WaitingWorkflow())
+
+
 def test_a_run_has_one_dataloader(start: Callable[..., IdleEngine]) -> None:
     """Those of two would share names."""
     engine = start(consumer_batch_size=1)
