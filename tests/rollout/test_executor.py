@@ -226,6 +226,16 @@ def test_rows_that_are_no_dicts_are_refused(start: Callable[..., IdleEngine], ba
         start().executor.prepare_batch([batch], WaitingWorkflow())
 
 
+def test_a_dataloader_may_note_where_it_is_in_words_of_its_own(start: Callable[..., IdleEngine]) -> None:
+    """That of torchdata holds the state of a random generator."""
+
+    class Loader(list[list[Row]]):
+        def state_dict(self) -> dict[str, Any]:
+            return {"generator": torch.Generator().get_state()}
+
+    assert len(start(consumer_batch_size=1).executor.prepare_batch(Loader([rows(1)]), WaitingWorkflow())) == 1
+
+
 def test_a_run_has_one_dataloader(start: Callable[..., IdleEngine]) -> None:
     """Those of two would share names."""
     engine = start(consumer_batch_size=1)

@@ -70,7 +70,7 @@ class Ledger:
             prompt.issued_at, prompt.issued_unix_s = position, now
         self._last_ticket += len(prompts)
         self._counts["issued"] += len(prompts)
-        self._write(prompts, cursors=() if cursor is None else ((position, json.dumps(cursor)),))
+        self._write(prompts, cursors=() if cursor is None else ((position, json.dumps(cursor, default=repr)),))
 
     def start(self, prompt: Prompt, head_version: int) -> None:
         _require(prompt, "issued")
