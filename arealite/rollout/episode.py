@@ -215,7 +215,7 @@ class EpisodeRunner:
             return True
         if isinstance(outcome, BaseException):
             may_retry = prompt.is_repeatable and prompt.attempt < self.config.episode_retries
-            may_retry &= not isinstance(outcome, ContextOverflowError)
+            may_retry &= not isinstance(first(outcome), ContextOverflowError)
             what = f"episode {prompt.prompt_id} of {type(prompt.workflow).__name__}"
             what += f" failed in attempt {prompt.attempt} ({kind_of(outcome)})"
             num_alike = self.budgets.attempt(outcome)

@@ -43,7 +43,7 @@ class Budgets:
         if error is not None and cause is not None:
             self._examples[cause] = error
         self._num_ended += 1
-        self._first_causes.add(None if isinstance(error, UnreachableError) else cause)
+        self._first_causes.add(None if error is None or may_pass(error) else cause)
 
     def reject(self, reason: str) -> None:
         """Count a rejection by the workflow or a filter; age, and who leaves, say nothing about them."""
@@ -52,7 +52,7 @@ class Budgets:
 
     def fail(self, error: BaseException) -> None:
         """Count a failure for which another prompt is tried, on and on; servers that can't be reached may come back."""
-        if not isinstance(error, UnreachableError):
+        if not may_pass(error):
             self._in_a_row["failed"] += 1
 
     def accept(self) -> None:
@@ -111,6 +111,11 @@ def _cause_of(error: BaseException) -> str:
 def _place_of(error: BaseException) -> str:
     """Return the user's line that an error is about; empty if there is none."""
     return error.place if isinstance(error, RewardError) else str(users_line(lines_of_error(error)) or "")
+
+
+def may_pass(error: BaseException) -> bool:
+    """Tell whether servers could not be reached, which may come back."""
+    return isinstance(first(error), UnreachableError)
 
 
 def first(error: BaseException) -> BaseException:

@@ -431,13 +431,14 @@ def test_a_retry_waits_while_paused(start: Callable[..., IdleEngine]) -> None:
     assert len(workflow.started) == 2
 
 
-def test_a_prompt_that_is_too_long_is_not_tried_again(start: Callable[..., IdleEngine]) -> None:
+@pytest.mark.parametrize("error", [ContextOverflowError("no"), ExceptionGroup("tasks", [ContextOverflowError("no")])])
+def test_a_prompt_that_is_too_long_is_not_tried_again(start: Callable[..., IdleEngine], error: Exception) -> None:
     engine = start(consumer_batch_size=1, episode_retries=3)
     workflow = WaitingWorkflow()
 
     def act(engine: InferenceEngine, row: Row) -> TensorDict:
         if row["prompt_id"].index == 0:
-            raise ContextOverflowError("no room")
+            raise error
         return waiting_trajectory(row["prompt_id"].index, 0)
 
     workflow.act = act
@@ -697,7 +698,9 @@ def test_a_cause_that_all_first_episodes_share_ends_the_run(
     assert len(caplog.messages) == 2 and "(10 alike so far)" in caplog.messages[1]
 
 
-@pytest.mark.parametrize("other", [None, UnreachableError("no server")])
+@pytest.mark.parametrize(
+    "other", [None, UnreachableError("no server"), ExceptionGroup("tasks", [UnreachableError("no server")])]
+)
 def test_first_episodes_that_fail_otherwise_leave_the_rest_to_the_budget(
     start: Callable[..., IdleEngine], other: Exception | None
 ) -> None:
