@@ -55,7 +55,7 @@ class ServerKind:
 
     def command(self, config: BaseExperimentConfig, *, index: int, num_gpus: int) -> list[str]:
         """Return the command of server `index` except `--host` and `--port`, which whoever runs it adds."""
-        block, model = self.block(config), config.trained[1]
+        block, model = {name.replace("-", "_"): value for name, value in self.block(config).items()}, config.trained[1]
         flags: dict[str, object] = {"dtype": model.dtype}  # servers compute like the trainer unless told not to
         flags |= {self.in_place_flag: True} if config.rollout and config.rollout.pause_mode == "in_place" else {}
         flags |= {self.kept_flag: True} if self.kept_flag and config.sampling and config.sampling.narrows else {}
@@ -63,7 +63,8 @@ class ServerKind:
         flags |= block | {self.model_flag: model.path}
         flags |= {self.sleep_flag: True} if _shares_gpus(config) else {}
         flags |= {self.gpus_flag: num_gpus} if self.gpus_flag else {}
-        flags |= {**self.fixed_flags, self.seed_flag: int(block.get(self.seed_flag, config.seed)) + index}
+        seed = block.get(self.seed_flag)
+        flags |= {**self.fixed_flags, self.seed_flag: int(config.seed if seed is None else seed) + index}
         return [self.python(config), "-m", self.module, *self._spelled(flags)]
 
     def check_block(self, config: BaseExperimentConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import subprocess
 import sys
@@ -138,6 +139,16 @@ def test_sglang_servers_and_devices(load, server_python, nvidia_smi):
     assert "--log-requests" not in flags and "--torchao-config" not in flags
     assert jobs[1].command[jobs[1].command.index("--cuda-graph-bs") + 1 :][:2] == ["1", "2"]
     assert [one.devices for one in plan_of(config).servers] == [(0, 1), (2, 3)]
+
+
+@pytest.mark.parametrize(("flag", "seed"), [("random-seed: 10", 11), ("random_seed: null", 2)])
+def test_the_seed_of_servers_is_the_users(load, server_python, nvidia_smi, flag, seed):
+    config = load(
+        *("allocation_mode=sglang.d2+d1", "actor.path=tiny", "cluster.n_gpus_per_node=8", "seed=1"),
+        *(f"launcher.server_python={server_python}", f"sglang={{{flag}}}"),
+    )
+    command = program(server_jobs(config)[1])
+    assert [value for name, value in itertools.pairwise(command) if name == "--random-seed"] == [str(seed)]
 
 
 def test_ranks_know_each_other_as_under_torchrun(load):
