@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from arealite.generation.engine import GenerationEngine
@@ -31,7 +32,18 @@ def load_server(
 
     `seed` is for requests without one, `weight_version` the version of the weights in the folder."""
     folder = local_folder(path)
-    model = load_causal_lm(folder, dtype=DTYPES[dtype], local_files_only=True, attn_implementation="sdpa")
+    options = {"dtype": DTYPES[dtype], "local_files_only": True, "attn_implementation": "sdpa"}
+    try:
+        model, told = load_causal_lm(folder, **options, output_loading_info=True)
+    except (SafetensorError, RuntimeError) as error:  # half of a file, or shapes of another model
+        raise ValueError(
+            f"{path} must hold the weights that its config describes: got {error} Save or download it again."
+        ) from error
+    if missing := sorted(told["missing_keys"]):  # transformers made them up
+        raise ValueError(
+            f"{path} must have every tensor of {type(model).__name__}: got {len(missing)} missing, "
+            f"{', '.join(missing[:3])}. Save or download it again."
+        )
     runner = ModelRunner(model.to(device), slots=slots, context=context, deterministic=deterministic)
     has_tokenizer = any((Path(folder) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
     tokenizer: PreTrainedTokenizerBase | None = load_hf_tokenizer(folder) if has_tokenizer else None

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ import psutil
 import pytest
 import testing_forks
 import torch
+from safetensors.torch import load_file, save_file
 from testing_quickstart import make_tiny_model
 
 from arealite.server import __main__ as server
@@ -220,6 +222,27 @@ def test_a_failed_engine_ends_the_process_with_an_error(model_path: str) -> None
             urllib.request.urlopen(f"{url}/health", timeout=120)
         process.join(120)
         assert process.exitcode == 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda weights: weights.write_bytes(weights.read_bytes()[:-100]), "weights that its config describes: got"),
+        (lambda weights: save_file(without_norm(weights), weights, {"format": "pt"}), "1 missing, model.norm.weight"),
+    ],
+)
+def test_a_model_without_all_its_weights_is_not_served(
+    model_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], object], reason: str
+) -> None:
+    """As a download that was cut off leaves it; transformers would make up what is missing."""
+    folder = shutil.copytree(model_path, tmp_path / "model")
+    damage(folder / "model.safetensors")
+    assert main(["--model-path", str(folder), "--port", "0"]) == 2
+    assert f"can't serve {folder}: " in caplog.text and reason in caplog.text
+
+
+def without_norm(weights: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in load_file(weights).items() if name != "model.norm.weight"}
 
 
 def test_what_cannot_be_served_is_said_at_once(
