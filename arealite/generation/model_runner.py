@@ -200,7 +200,7 @@ class ModelRunner:
                 self._share(name, weights[name])
             elif name in weights and weights[name].data_ptr() != parameter.data_ptr():
                 parameter.copy_(weights[name])
-            elif name not in weights:
+            elif name not in weights and name not in self._required:  # in a checkpoint it has other names, or parts
                 # What becomes of the positions of its elements tells where those of the checkpoint belong.
                 positions = torch.arange(parameter.numel(), device=self.device).view(parameter.shape)
                 for part, here in as_in_checkpoint(self.model, {name: positions}).items():

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tiny_models import VOCAB_SIZE, build, config, save_qwen3
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     Gemma2Config,
     GPT2Config,
@@ -142,6 +144,23 @@ def test_weights_that_do_not_fit_change_nothing(
         with pytest.raises(ValueError, match=reason):
             runner.load_weights(weights)
         assert torch.equal(runner.prefill([[4, 5, 6]], [0]), before)
+
+
+def test_weights_that_stay_cost_nothing(runner: ModelRunner) -> None:
+    """A frozen embedding may be half of a model."""
+    sizes: list[int] = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            output = func(*args, **(kwargs or {}))
+            sizes.append(output.numel())
+            return output
+
+    weights = weights_of(5)
+    with torch.inference_mode(), Sizes():
+        runner.load_weights({"model.norm.weight": weights["model.norm.weight"]}, is_partial=True)
+    assert torch.equal(runner.model.model.norm.weight, weights["model.norm.weight"])
+    assert max(sizes) == weights["model.norm.weight"].numel()
 
 
 def test_a_tied_head_may_be_sent_along(runner: ModelRunner) -> None:
