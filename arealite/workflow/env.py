@@ -54,6 +54,8 @@ class EnvWorkflow(RolloutWorkflow):
         turn_rewards: bool = False,
         enable_thinking: bool = False,
     ) -> None:
+        if max_turns < 1:
+            raise ValueError(f"max_turns must be at least 1: got {max_turns}. Use 32.")
         self.agent, self.make_env, self.gconfig, self.tokenizer = agent, make_env, gconfig, tokenizer
         self.max_turns, self.step_timeout, self.turn_rewards = max_turns, step_timeout, turn_rewards
         self.model = ChatModel(tokenizer, enable_thinking=enable_thinking)
@@ -91,7 +93,7 @@ class EnvWorkflow(RolloutWorkflow):
                 total += reward
                 if self.turn_rewards:
                     talk.builder.earn(reward)
-                if is_terminated or is_truncated or talk.num_turns >= self.max_turns:
+                if is_terminated or is_truncated or talk.num_turns == self.max_turns:
                     break
         metrics = {"num_turns": talk.num_turns, "parse_errors": num_parse_errors, "is_terminated": is_terminated}
         run = talk.builder.finish(total, sample_index=sample)

@@ -80,6 +80,8 @@ class ToolWorkflow(RLVRWorkflow):
         **rewards: Any,
     ) -> None:
         """`rewards` are `reward_timeout` and `num_reward_workers`, as in RLVRWorkflow."""
+        if max_turns < 1:
+            raise ValueError(f"max_turns must be at least 1: got {max_turns}. Use 8.")
         super().__init__(reward_fn, gconfig, tokenizer, enable_thinking=enable_thinking, **rewards)
         self.max_turns, self.tool_timeout = max_turns, tool_timeout
         self.model = ChatModel(tokenizer, enable_thinking=enable_thinking)
@@ -104,7 +106,7 @@ class ToolWorkflow(RLVRWorkflow):
             messages = data["messages"]
             while (answer := await talk.ask(messages)) is not None:
                 calls = answer.get("tool_calls")
-                if not calls or talk.num_turns >= self.max_turns:
+                if not calls or talk.num_turns == self.max_turns:
                     break
                 async with asyncio.TaskGroup() as group:
                     tasks = [group.create_task(self._call(environment, call, counts)) for call in calls]

@@ -65,8 +65,8 @@ async def test_a_run_ends_where_the_environment_or_the_workflow_limits_it(tokeni
     assert "turn_rewards" not in truncated
     cut = await run(tokenizer, workflow_of(tokenizer, max_turns=2), seed=9)
     assert cut["num_turns"].tolist() == [2, 2] and cut["rewards"].tolist() == [3, 3]
-    cut = await run(tokenizer, workflow_of(tokenizer, max_turns=0), seed=9)
-    assert cut["num_turns"].tolist() == [1, 1], "never without a limit"
+    with pytest.raises(ValueError, match="max_turns must be at least 1: got 0"):
+        workflow_of(tokenizer, max_turns=0)
 
 
 async def test_samples_of_a_prompt_begin_with_one_seed(tokenizer) -> None:

@@ -128,8 +128,8 @@ async def test_a_malformed_call_stays_text_and_is_the_answer(tokenizer) -> None:
 async def test_turns_end_at_their_limit(tokenizer) -> None:
     metrics, _ = await run(tokenizer, lambda _: call("add", a=1, b=2), add, max_turns=3)
     assert (metrics["num_turns"], metrics["tool_calls"]) == (3, 2)
-    metrics, _ = await run(tokenizer, lambda _: call("add", a=1, b=2), add, max_turns=0)
-    assert metrics["num_turns"] == 1, "never without a limit"
+    with pytest.raises(ValueError, match="max_turns must be at least 1: got 0"):
+        await run(tokenizer, lambda _: call("add", a=1, b=2), add, max_turns=0)
 
 
 def crash(a: int) -> int:
