@@ -16,6 +16,7 @@ import yaml
 from testing_metrics import undocumented
 
 import arealite
+from arealite.api import errors
 from arealite.api.cli_args import load_expr_config, to_yaml
 from arealite.api.run_folder import RunFolder
 
@@ -121,6 +122,26 @@ def test_every_metric_that_the_code_names_has_a_row() -> None:
     texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     keys = {text for text in texts if key.fullmatch(text)}
     assert len(keys) > 70 and undocumented(keys) == set()
+
+
+def test_every_kind_of_failure_is_named() -> None:
+    classes = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, errors.AReaLiteError)]
+    kinds = {one.kind for one in classes} | {f"reward_{one}" for one in ("exception", "timeout", "contract", "crash")}
+    page = (DOCS / "reliability.md").read_text()
+    assert {kind for kind in kinds if f"`{kind}`" not in page} == set()
+    assert undocumented(f"rollout/{what}_{kind}" for what in ("failed", "retried") for kind in kinds) == set()
+
+
+def test_members_of_our_classes_that_pages_name_exist() -> None:
+    sources: dict[str, str] = {}
+    for text in (file.read_text() for file in api_pages.PACKAGE.rglob("*.py")):
+        for name in re.findall(r"^class (\w+)", text, re.MULTILINE):
+            sources[name] = sources.get(name, "") + text
+    pages = [page.read_text() for page in DOCS.glob("*.md") if not page.name.startswith("migration")]  # others' names
+    named = [found for page in pages for found in re.findall(r"\b([A-Z]\w+)\.(_?[a-z]\w+)", page)]
+    known = {(name, member) for name, member in named if name in sources}
+    assert ("RolloutExecutor", "_advance") in known
+    assert {one for one in known if not re.search(rf"\b{one[1]}\b", sources[one[0]])} == set()
 
 
 def test_messages_are_found_with_what_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
