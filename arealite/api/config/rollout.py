@@ -70,7 +70,7 @@ class WeightCheckConfig(ConfigBase):
     """How every weight update is verified."""
 
     fingerprint: Bool = True
-    """Compare a fingerprint of every tensor, on servers that can (`lite`)."""
+    """Compare a fingerprint of every tensor, on servers that can (`lite`, and vLLM by broadcast)."""
     canary_tokens: NonNegativeInt = 8
     """Tokens that every server samples after an update, and whose logprobs the trainer must reproduce; 0 is off."""
     canary_bound: Positive | None = None
