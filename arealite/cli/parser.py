@@ -127,16 +127,17 @@ def _serve(commands: Commands) -> None:
     command = commands.add_parser(
         "serve",
         help="add an inference server to a running experiment, or serve a model on its own",
-        usage="arealite serve [--join EXPERIMENT/TRIAL] [--fileroot runs] [--host ADDRESS] [key=value ...]",
         description="Start an inference server on this node with the run's own config. It receives the run's current "
         "weights before requests; Ctrl-C or SIGTERM hands unfinished requests back. Without --join, serve a model on "
         "its own: that of --config FILE, or allocation_mode=lite.d1 actor.path=MODEL (lite, sglang or vllm).",
         epilog="exit status: 0 after a signal, 2 refused, 3 not ready in time, else that of the server",
     )
     command.add_argument("--join", metavar="EXPERIMENT/TRIAL", help="the run")
-    command.add_argument("--fileroot", default="runs", help="cluster.fileroot of the run, as this node sees it")
+    fileroot = "cluster.fileroot of the run, as this node sees it (default runs)"
+    command.add_argument("--fileroot", metavar="FOLDER", default="runs", help=fileroot)
     command.add_argument("--config", metavar="FILE.yaml", help="config to use where the run folder is not visible")
-    command.add_argument("--host", help="address by which trainers reach this node; detected unless given")
+    host = "address by which trainers reach this node (default: detected with --join, else loopback)"
+    command.add_argument("--host", metavar="ADDRESS", help=host)
     command.add_argument("--port", type=int, default=0, help="port to listen on (default: any free one)")
     command.add_argument("--dry-run", action="store_true", help="print the command of the server")
     command.add_argument("overrides", metavar="key=value", nargs="*", help="keys to change, e.g. lite.slots=8")
@@ -214,7 +215,6 @@ def _migrate(commands: Commands) -> None:
     command = commands.add_parser(
         "migrate",
         help="rewrite a config of AReaL, TRL, verl or prime-rl as one of ours",
-        usage="arealite migrate OLD.yaml [--from areal|trl|verl|prime-rl] [--out NEW.yaml]",
         description="Write the config of another framework as one of ours: values and order stay, a comment names the "
         "key that each changed key had, and defaults that differ are written out. Our loader has read what is written.",
         epilog="exit status: 0 it loads as it is, 1 something is left to fill in or to decide, 2 it can't be read",
