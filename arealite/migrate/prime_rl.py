@@ -49,7 +49,7 @@ def _model(block: str, optimizer: str) -> dict[str, Rule]:
         "model.reduce_dtype": Rule(f"{block}.grad_reduce_dtype", "float32"),
         "model.optimization_dtype": unless("float32", "parameters are float32"),
         "model.cp": unless(1, "sequences are not split over devices"),
-        "model.ep": unless(1, "mixtures of experts are not trained"),
+        "model.ep": unless(1, "experts are not split over devices"),
         "model.fp8": unless(False, "training is in bfloat16 or float32"),
         "model.trust_remote_code": unless(False, "code of models is not run"),
         **_lora(block),

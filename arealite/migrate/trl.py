@@ -81,7 +81,7 @@ def _common(block: str, learning_rate: float, batch: Any) -> dict[str, Rule]:
         "use_dora": unless(False, "adapters are LoRA's"),
         "use_rslora": unless(False, "adapters are scaled by alpha / rank"),
         "lora_modules_to_save": unless(None, "all but the adapters is frozen"),
-        "dataset_streaming": unless(False, "data sets are read whole"),
+        "dataset_streaming": unless(False, "data sets are downloaded whole, and rows read from the disk"),
         "trust_remote_code": unless(False, "code of models is not run"),
     }
 
@@ -103,7 +103,7 @@ GRPO: dict[str, Rule] = {
     "min_p": Rule("gconfig.min_p", None, rules.if_true),
     "repetition_penalty": unless(1.0, "the trainer could not reproduce the logprobs of such sampling"),
     "beta": Rule("actor.kl_ctl, actor.kl_in, actor.kl_estimator, ref", 0.0, values.kl),
-    "use_bias_correction_kl": unless(True, "the KL term is not weighed by the ratio"),
+    "use_bias_correction_kl": unless(True, "the KL term is always weighed by the ratio"),
     "epsilon": Rule("actor.eps_clip", 0.2, values.if_clips),
     "epsilon_high": Rule("actor.eps_clip_higher, actor.cispo_max", None, values.upper),
     "delta": Rule("actor.c_clip", None, values.if_clips),
@@ -153,7 +153,7 @@ SFT: dict[str, Rule] = {
 """Keys of SFTConfig."""
 IGNORED = patterns(
     {
-        "data sets are read whole into memory": "dataloader_* dataset_num_proc",
+        "the loop reads rows itself, when a batch needs them": "dataloader_* dataset_num_proc",
         "metrics.jsonl has every step": "logging_* log_*",
         "models are not uploaded": "hub_*",
         "the trainer is PyTorch's FSDP2": "ddp_* deepspeed",

@@ -141,7 +141,7 @@ IGNORED = patterns(
         "hydra's, for classes of verl": "*_target_",
         "perf_trace: true traces all processes of a run": "*profiler*",
         "forward passes are split as mb_spec says": "*log_prob_*",
-        "mixtures of experts are not trained": "*router_replay*",
+        "the servers' choice of experts is not replayed": "*router_replay*",
         "checkpoints hold all that a run needs to resume": "*checkpoint*",
         "models are not quantized": "*.qat*",
         "the trainer is PyTorch's FSDP2": "*turbo_config* *megatron*",

@@ -95,7 +95,7 @@ DEPRECATED = {
     "rollout.name_resolve": _NAME_RESOLVE,
     "rollout.enable_rollout_tracing": DeprecatedKey("every trained sample is stored in the run folder's rollouts/"),
     "rollout.dump_to_file": DeprecatedKey("every trained sample is stored in the run folder's rollouts/"),
-    "rollout.schedule_policy": DeprecatedKey("requests go to the server with the fewest outstanding tokens"),
+    "rollout.schedule_policy": DeprecatedKey("requests go to the server that should finish them first"),
     "critic.init_critic_from_actor": DeprecatedKey("critic.path follows actor.path, and a language model gets a head"),
     "*.init_critic_from_actor": DeprecatedKey("only a critic has a head of values", (False,)),
     "*.backend": DeprecatedKey("the training engine is the class that the script constructs", ("fsdp", "", None)),
@@ -110,7 +110,7 @@ DEPRECATED = {
     ),
     "*gconfig.frequency_penalty": DeprecatedKey("the trainer could not reproduce such logprobs", (0, None)),
     "*_dataset.pin_memory": DeprecatedKey("engines move batches to their device themselves"),
-    "*_dataset.num_workers": DeprecatedKey("data sets are read whole into memory"),
+    "*_dataset.num_workers": DeprecatedKey("the loop reads rows itself, when a batch needs them"),
     "*_dataset.reward_fn": DeprecatedKey("the script passes the reward function to the workflow"),
     "stats_logger.swanlab.api_key": DeprecatedKey(
         "secrets stay out of stored configs: export SWANLAB_API_KEY", (None,)

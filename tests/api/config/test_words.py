@@ -158,6 +158,7 @@ def test_all_that_is_wrong_with_keys_comes_in_one_message(tmp_path: Path) -> Non
         ("actor.loss_type=dapo", "It is called actor.algorithm here."),
         ("actor_rollout_ref.rollout.n=5", "It is called gconfig.n_samples here."),
         ("algorithm.adv_estimator=grpo", "It is called actor.algorithm here."),
+        ("reward_model=m", "It is called reward here."),  # a function that asks a reward model
         ("seqlen=5", "Remove it; --help lists all keys."),  # seed is the nearest, and another thing
         ("actor.zeed=5", "Did you mean actor.seed?"),
         (
