@@ -191,7 +191,7 @@ def _view(commands: Commands) -> None:
         "with a token, without which nobody else on this node can read it. Nothing of a run is changed.",
         epilog="From elsewhere: ssh -L PORT:127.0.0.1:PORT NODE, then open the address that was printed.",
     )
-    command.add_argument("folder", help="<fileroot>/<experiment>/<trial>, or a folder above")
+    command.add_argument("folder", help="<fileroot>/<experiment>/<trial>, or up to three folders above")
     command.add_argument("--port", type=int, default=0, help="port to listen on (default: any free one)")
 
 

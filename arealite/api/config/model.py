@@ -220,7 +220,7 @@ class PPOActorConfig(TrainEngineConfig):
     should_accept. None is false."""
     baseline: Literal["none", "group_mean", "leave_one_out", "length_weighted", "critic", "teacher"] | None = None
     """What is subtracted from rewards; with `teacher` the advantage of a token is the teacher's logprob minus the
-    student's, and rewards are only logged. None is group_mean in GRPOConfig, else none."""
+    student's, and rewards are only logged. None is group_mean in GRPOConfig, critic in PPOConfig, else none."""
     reward_scale: Literal["none", "group_std", "batch_std", "group_mean"] | None = None
     """What rewards minus the baseline are divided by. None is group_std in GRPOConfig, else none."""
     adv_norm: Bool | None = None
@@ -230,7 +230,7 @@ class PPOActorConfig(TrainEngineConfig):
     discount: Fraction | None = None
     """Gamma of the advantage estimate. None is 1."""
     gae_lambda: Fraction | None = None
-    """Lambda of the advantage estimate. None is 1."""
+    """Lambda of the advantage estimate. None is 1, in PPOConfig 0.95."""
     lambda_alpha: Positive | None = None
     """Lambda of the advantages becomes 1 - 1 / (lambda_alpha * trained tokens), of each completion (VAPO: 0.05).
     None is `gae_lambda`."""
