@@ -1,7 +1,6 @@
 """A loop for workflows of one's own: that of `examples/arealite/gsm8k_grpo.py`, which explains its steps.
 
-`make_workflow(config, gconfig, tokenizer)` is called for training and for evaluation. Left out are a reference and
-groups that are sampled anew.
+`make_workflow(config, gconfig, tokenizer)` is called for training and for evaluation. Left out is a reference.
 """
 
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from arealite.dataset import load_datasets
 from arealite.dataset.loader import PromptLoader
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.inference.remote_engine import RemoteInferenceEngine
+from arealite.rollout.trajectory import has_spread
 from arealite.trainer.evaluator import Evaluator
 from arealite.trainer.recover import Recover
 from arealite.trainer.saver import Saver
@@ -44,6 +44,7 @@ def train(argv: list[str], make_workflow: MakeWorkflow, cleanup: ExitStack) -> N
     eval_workflow = make_workflow(config, config.eval_gconfig, tokenizer)
     for one in (workflow, eval_workflow):
         cleanup.callback(getattr(one, "close", lambda: None))
+    should_accept = has_spread if config.actor.dynamic_sampling else None  # of what a workflow returns
 
     actor = FSDPPPOActor(config.actor)
     actor.initialize(None, ft_spec)
@@ -64,7 +65,7 @@ def train(argv: list[str], make_workflow: MakeWorkflow, cleanup: ExitStack) -> N
         with stats.timer("eval"):
             stats.add(evaluator.evaluate(rollout, step))
         with stats.timer("rollout"):
-            batch = rollout.prepare_batch(train_dataloader, workflow=workflow)
+            batch = rollout.prepare_batch(train_dataloader, workflow=workflow, should_accept=should_accept)
         with stats.timer("logprobs"):
             if config.actor.proximal == "recompute":
                 batch["proximal_logprobs"] = actor.compute_logprobs(batch)

@@ -23,6 +23,7 @@ from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.rw.reward_model import RewardModel
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.reward import load_rewards
+from arealite.rollout.trajectory import has_spread
 from arealite.trainer.evaluator import Evaluator
 from arealite.trainer.recover import Recover
 from arealite.trainer.saver import Saver
@@ -73,6 +74,7 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
     )
     cleanup.callback(workflow.close)
     cleanup.callback(eval_workflow.close)
+    should_accept = has_spread if config.actor.dynamic_sampling else None  # of what a workflow returns
 
     # The policy that learns, the frozen one it is kept close to (if any), and the servers that sample.
     actor = FSDPPPOActor(config.actor)
@@ -103,7 +105,7 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
         with stats.timer("eval"):
             stats.add(evaluator.evaluate(rollout, step))
         with stats.timer("rollout"):
-            batch = rollout.prepare_batch(train_dataloader, workflow=workflow)
+            batch = rollout.prepare_batch(train_dataloader, workflow=workflow, should_accept=should_accept)
         with stats.timer("logprobs"):
             if config.actor.proximal == "recompute":
                 batch["proximal_logprobs"] = actor.compute_logprobs(batch)
