@@ -99,7 +99,7 @@ def batch_script(run: Run) -> str:
 
 
 def follow(job: str, output: Path) -> int:
-    """Show a job's states and output until it has ended, and return the exit status of the run; signals cancel it."""
+    """Show a job's states and output until it has ended, and return the exit status of the run; signals stop it."""
     follower = _Follower(job, output)
     with contextlib.ExitStack() as before:
         for number in (signal.SIGINT, signal.SIGTERM):
