@@ -1,9 +1,9 @@
 """`python -m arealite.launcher.place.guard COMMAND...`: nothing outlives the command or the guard's owner.
 
 The owner holds the other end of the guard's stdin and never writes to it. When that end or the command ends, all
-descendants get SIGKILL, daemons included, and the shared memory that they had made is removed. SIGTERM goes to the
-command alone. The exit status is the command's, 128 + n if signal n ended it. If the guard itself is killed, the kernel
-kills the command.
+descendants get SIGKILL, daemons included, and the shared memory that they had made and the sockets that they had bound
+are removed. SIGTERM goes to the command alone. The exit status is the command's, 128 + n if signal n ended it. If the
+guard itself is killed, the kernel kills the command.
 """
 
 import contextlib
@@ -22,16 +22,21 @@ def main(command: list[str]) -> int:
     processes.adopt_orphans()
     processes.raise_file_limit()
     guard = os.getpid()
-    of_others = {str(path) for path in Path("/dev/shm").glob("*")}  # data, perhaps, that the command only maps
+    # The command may map data that was there, and is given the ends of our caller's sockets.
+    of_others = {str(path) for path in Path("/dev/shm").glob("*")} | processes.sockets([guard])
     try:
         job = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=lambda: processes.die_with_parent(guard))
     except OSError as error:
         print(f"can't start {command[0]}: {error}", file=sys.stderr)
         return 127
-    shared: set[str] = set()
+    left: set[str] = set()
+
+    def look() -> None:
+        pids = processes.descendants(guard)
+        left.update(processes.shared_memory(pids), processes.sockets(pids))
 
     def terminate(number: int, frame: object) -> None:
-        shared.update(processes.shared_memory(processes.descendants(guard)))
+        look()
         processes.send_signal(job.pid, number)
 
     signal.signal(signal.SIGTERM, terminate)
@@ -43,13 +48,13 @@ def main(command: list[str]) -> int:
     returncode = 0
     with contextlib.suppress(ChildProcessError):  # as every orphan becomes our child, nothing is left without a child
         while True:
-            shared |= processes.shared_memory(processes.descendants(guard))
+            look()
             for pid in processes.descendants(guard):
                 processes.send_signal(pid, signal.SIGKILL)
             pid, status = os.wait()
             if pid == job.pid:
                 returncode = os.waitstatus_to_exitcode(status)
-    for path in shared - of_others:
+    for path in left - of_others:
         Path(path).unlink(missing_ok=True)
     return processes.exit_status(returncode)
 
