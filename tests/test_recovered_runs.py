@@ -32,6 +32,32 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(out=tmp_path_factory.mktemp("model"), corpus=None, seed=1)
 
 
+class HeldScript:
+    """The example, held in one step before its update until it is let go or asked to stop."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self._hold, self._is_there = folder / "hold", folder / "is_there"
+        self._hold.touch()
+        before, update = (EXAMPLES / "gsm8k_grpo.py").read_text().split('        with stats.timer("update"):')
+        wait = f"""
+        import pathlib, time
+        from arealite.utils import stop
+        if step == {step}:
+            pathlib.Path({str(self._is_there)!r}).touch()
+            while pathlib.Path({str(self._hold)!r}).exists() and not stop.is_asked():
+                time.sleep(0.01)
+        with stats.timer("update"):"""
+        self.path = folder / "entry.py"
+        self.path.write_text(before + wait + update)
+
+    @property
+    def is_there(self) -> bool:
+        return self._is_there.exists()
+
+    def let_go(self) -> None:
+        self._hold.unlink()
+
+
 class Run:
     """Synchronous, deterministic GRPO. All rewards count as -0.5, so every step changes the weights."""
 
@@ -77,11 +103,15 @@ class Run:
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
-    def wait_for_row(self, step: int, launcher: subprocess.Popen[bytes]) -> None:
+    def wait(self, is_so: Callable[[], object], launcher: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + DEADLINE_S
-        while all(row["step"] != step for row in self.rows):
+        while not is_so():
             assert launcher.poll() is None and time.monotonic() < deadline, self.output
             time.sleep(0.02)
+
+    def wait_in_step(self, held: HeldScript, launcher: subprocess.Popen[bytes]) -> None:
+        """Wait until the trainer is held and its checkpoint of step 1, which a thread writes, is published."""
+        self.wait(lambda: held.is_there and (self.folder / "recover" / "step_1").exists(), launcher)
 
     @property
     def trainer(self) -> int:
@@ -127,26 +157,28 @@ def assert_same_run(found: Run, expected: Run) -> None:
     assert all(row["optim/grad_norm"] > 0 for row in expected.rows[:STEPS]), "there must be something to get wrong"
 
 
-def test_a_server_in_the_trainers_process_changes_no_bit(make_run: Callable[[str, str], Run]) -> None:
+def test_a_server_in_the_trainers_process_changes_no_bit(make_run: Callable[[str, str], Run], tmp_path: Path) -> None:
     """Nor does a kill -9 of that process, and the resumed run."""
     apart, together = make_run("apart", "lite.d1p1t1+d1p1t1"), make_run("together", "lite.d1|d1")
     apart.finish(apart.start())
-    launcher = together.start()
-    together.wait_for_row(2, launcher)
+    launcher = together.start(entry=(held := HeldScript(tmp_path, step=3)).path)
+    together.wait_in_step(held, launcher)
     os.kill(together.trainer, signal.SIGKILL)
+    held.let_go()
     together.finish(launcher)
     assert "restart 1 of " in together.output and "resuming after step 1 from " in together.output
     assert_same_run(together, apart)
 
 
-def test_a_killed_launcher_and_then_two_ranks(make_run: Callable[[str, str], Run]) -> None:
+def test_a_killed_launcher_and_then_two_ranks(make_run: Callable[[str, str], Run], tmp_path: Path) -> None:
     """The user starts the same command again; later the run goes on with more ranks."""
     whole, cut = (make_run(name, "lite.d1p1t1+d1p1t1") for name in ("whole", "cut"))
     whole.finish(whole.start())
-    launcher = cut.start()
-    cut.wait_for_row(2, launcher)
+    launcher = cut.start(entry=(held := HeldScript(tmp_path, step=3)).path)
+    cut.wait_in_step(held, launcher)
     launcher.send_signal(signal.SIGKILL)
     launcher.wait(120)
+    held.let_go()
     cut.finish(cut.start())
     assert "resuming after step 1 from " in cut.output and "restart" not in cut.output
     assert_same_run(cut, whole)
@@ -159,13 +191,14 @@ def test_a_killed_launcher_and_then_two_ranks(make_run: Callable[[str, str], Run
     assert [row["rollout/accepted"] for row in cut.rows[: STEPS + 2]] == [BATCH * (n + 1) for n in range(STEPS + 2)]
 
 
-def test_a_killed_rank_of_two(make_run: Callable[[str, str], Run]) -> None:
+def test_a_killed_rank_of_two(make_run: Callable[[str, str], Run], tmp_path: Path) -> None:
     """The launcher starts the run again."""
     whole, cut = (make_run(name, "lite.d1p1t1+d2p1t1") for name in ("whole", "cut"))
     whole.finish(whole.start())
-    launcher = cut.start()
-    cut.wait_for_row(2, launcher)
+    launcher = cut.start(entry=(held := HeldScript(tmp_path, step=3)).path)
+    cut.wait_in_step(held, launcher)
     os.kill(cut.trainer, signal.SIGKILL)
+    held.let_go()
     cut.finish(launcher)
     assert "restart 1 of 3, because trainer-0 failed with exit status 137 (SIGKILL)" in cut.output
     assert_same_run(cut, whole)
@@ -179,21 +212,21 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-def test_ctrl_c_while_it_trains(make_run: Callable[[str, str], Run], whole: Run) -> None:
+def test_ctrl_c_while_it_trains(make_run: Callable[[str, str], Run], whole: Run, tmp_path: Path) -> None:
     """The clocks go on too: the next checkpoint is of the step that it would have been of."""
     cut = make_run("cut", "lite.d1p1t1+d1p1t1")
-    launcher = cut.start()
-    cut.wait_for_row(0, launcher)
+    launcher = cut.start(entry=(held := HeldScript(tmp_path, step=2)).path)
+    cut.wait(lambda: held.is_there, launcher)
     launcher.send_signal(signal.SIGINT)
     assert launcher.wait(DEADLINE_S) == 130
-    last = cut.rows[-1]["step"]
-    assert f"launcher | stopped after step {last}; report: {cut.folder}/report.html\n" in cut.output
-    assert f"launcher | the same command continues from step {last + 1}\n" in cut.output
+    assert [row["step"] for row in cut.rows] == [0, 1, 2]
+    assert f"launcher | stopped after step 2; report: {cut.folder}/report.html\n" in cut.output
+    assert "launcher | the same command continues from step 3\n" in cut.output
     assert (cut.folder / "report.html").exists() and not json.loads((cut.folder / "summary.json").read_text())[
         "is_finished"
     ]
     cut.finish(cut.start())
-    assert f"resuming after step {last} from " in cut.output
+    assert "resuming after step 2 from " in cut.output
     assert_same_run(cut, whole)
     cut.finish(cut.start())
     assert "this run has finished: " in cut.output
@@ -214,9 +247,7 @@ def test_ctrl_c_in_the_last_evaluation(make_run: Callable[[str, str], Run], whol
     entry = tmp_path / "entry.py"
     entry.write_text(before + wait + last)
     launcher = cut.start(entry=entry)
-    while not (tmp_path / "evaluates").exists():
-        assert launcher.poll() is None, cut.output
-        time.sleep(0.02)
+    cut.wait((tmp_path / "evaluates").exists, launcher)
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(DEADLINE_S) == 143
     (tmp_path / "stopped").touch()
@@ -244,14 +275,13 @@ def test_a_killed_rank_and_then_a_full_disk_in_the_last_evaluation(
     entry.write_text(before + wait + last)
     launcher = cut.start(entry=entry)
     for harm in ("process", "disk", ""):
-        while not (waiting := [*tmp_path.glob("evaluates-*")]):
-            assert launcher.poll() is None, cut.output
-            time.sleep(0.02)
+        cut.wait(lambda: any(tmp_path.glob("evaluates-*")), launcher)
+        (waiting,) = tmp_path.glob("evaluates-*")
         if harm == "process":
             os.kill(cut.trainer, signal.SIGKILL)
         elif harm == "disk":
             resource.prlimit(cut.trainer, resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))
-        waiting[0].unlink()
+        waiting.unlink()
     cut.finish(launcher)
     assert cut.output.count("resuming after step ") == 2, (
         "the first time maybe after an older one: step 3's was being written"
@@ -262,12 +292,13 @@ def test_a_killed_rank_and_then_a_full_disk_in_the_last_evaluation(
     assert_same_run(cut, whole)
 
 
-def test_a_full_disk_while_it_saves(make_run: Callable[[str, str], Run], whole: Run) -> None:
+def test_a_full_disk_while_it_saves(make_run: Callable[[str, str], Run], whole: Run, tmp_path: Path) -> None:
     """A limit on the size of a file stands in for it."""
     cut = make_run("cut", "lite.d1p1t1+d1p1t1")
-    launcher = cut.start()
-    cut.wait_for_row(2, launcher)
+    launcher = cut.start(entry=(held := HeldScript(tmp_path, step=3)).path)
+    cut.wait_in_step(held, launcher)
     resource.prlimit(cut.trainer, resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+    held.let_go()
     if launcher.wait(DEADLINE_S) != 0:  # else the launcher started it again
         cut.finish(cut.start())
     assert "must be writable: got " in cut.output and "resuming after step 1 from " in cut.output
@@ -291,11 +322,10 @@ def test_the_end_of_memory_while_it_trains(make_run: Callable[[str, str], Run], 
     entry = tmp_path / "entry.py"
     entry.write_text(before + wait + update)
     launcher = cut.start(entry=entry)
-    screens, processes = [], []
+    screens, processes, published = [], [], cut.folder / "recover" / "step_1"
     for is_limited in (True, False):
-        while not ((waiting := [*tmp_path.glob("trains-*")]) and (cut.folder / "recover" / "step_1").exists()):
-            assert launcher.poll() is None, cut.output
-            time.sleep(0.02)
+        cut.wait(lambda: published.exists() and any(tmp_path.glob("trains-*")), launcher)
+        (waiting,) = tmp_path.glob("trains-*")
         screens.append(cut.output)
         assert not any(map(is_alive, processes)), "the attempt before left nothing"
         processes = descendants(launcher.pid)
@@ -307,7 +337,7 @@ def test_the_end_of_memory_while_it_trains(make_run: Callable[[str, str], Run], 
             (tmp_path / "tensor").touch()
         else:
             (tmp_path / "tensor").unlink()
-        waiting[0].unlink()
+        waiting.unlink()
     cut.finish(launcher)
     assert not any(map(is_alive, processes))
     text = screens[1].removeprefix(screens[0])
