@@ -46,10 +46,12 @@ from servers.models import Reference, Scored, end_ids
 from servers.programs import CONTEXT, REPOSITORY
 from servers.subject import Flight, Subject, prompt, requests
 
-_IN_FLIGHT_S = 300.0
+_IN_FLIGHT_S = 900.0
 """In which a publication must have met requests in flight."""
 RATIO_GAP = 1e-5
 """Most that the trainer's ratio at equal weights may differ from 1."""
+_UPDATE_S = 60.0
+"""Deadline of each part of a weight update."""
 GAP = 1e-3
 """Most that a server's logprob may differ from the reference's, both in float32."""
 MAX_Z = 5.0
@@ -448,7 +450,7 @@ def two_senders(subject: Subject) -> str:
             senders = senders or Senders(meta)
             meta.fingerprints = fingerprints(weights)
             senders.send(meta, weights)
-            received.result(120)
+            received.result(2 * _UPDATE_S)
             engine.set_version(version)
             subject.history.append(subject.other)
             subject.num_updates += 1
@@ -507,7 +509,7 @@ def canary(subject: Subject) -> str:
         received = engine.update_weights(meta)
         subject.hold(sent)
         subject.laboratory.actor.upload_weights(meta)
-        received.result(60)
+        received.result(2 * _UPDATE_S)
         subject.hold(subject.history[-1])
         subject.history.append(sent)
         try:
@@ -530,13 +532,18 @@ def fingerprint(subject: Subject) -> str:
         meta = _broadcast_meta(subject, weights)
         received = engine.update_weights(meta)
         sent = join_group(
-            meta.nccl_master_address, meta.nccl_master_port, 0, meta.nccl_world_size, meta.nccl_group_name, timeout_s=20
+            meta.nccl_master_address,
+            meta.nccl_master_port,
+            0,
+            meta.nccl_world_size,
+            meta.nccl_group_name,
+            timeout_s=_UPDATE_S,
         )
         for specs in meta.nccl_param_specs:
             send_bucket(sent, [weights[spec.name] for spec in specs])
         meta.fingerprints = fingerprints(weights) | fingerprints({name: weights[name].flip(0)})
         meta.uploaded.set_result(None)
-        error = _failure(received, within_s=120)
+        error = _failure(received, within_s=2 * _UPDATE_S)
         close_group(sent)
     assert name in str(error), f"the error must name {name}: got {error}"
     return "names the tensor"
@@ -547,7 +554,14 @@ def dying_sender(subject: Subject) -> str:
     if subject.program.name == "colocated":
         raise NotApplicable("")
     weights = _weights(subject)
-    with subject.client() as engine:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests")))}
+    command = [sys.executable, "-m", "servers.dying_sender"]
+    with (
+        subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sender,
+        subject.client() as engine,
+    ):
+        assert sender.stdin is not None and sender.stdout is not None
+        assert sender.stdout.readline() == "ready\n"  # for the receivers wait for no longer than their deadline
         meta = _broadcast_meta(subject, weights)
         received = engine.update_weights(meta)
         description = {
@@ -556,13 +570,14 @@ def dying_sender(subject: Subject) -> str:
             "world_size": meta.nccl_world_size,
             "name": meta.nccl_group_name,
             "shapes": [spec.shape for spec in meta.nccl_param_specs[0]],
+            "timeout_s": _UPDATE_S,
         }
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests")))}
-        command = [sys.executable, "-m", "servers.dying_sender", json.dumps(description)]
-        died = subprocess.run(command, env=env, timeout=60, check=False).returncode
+        sender.stdin.write(json.dumps(description) + "\n")
+        sender.stdin.flush()
+        died = sender.wait(2 * _UPDATE_S)
         assert died == -9, f"the sender must have died of SIGKILL: got {died}"
         started = time.monotonic()
-        error = _failure(received, within_s=meta.timeout_s + 15)
+        error = _failure(received, within_s=2 * _UPDATE_S)
         wall_s = time.monotonic() - started
     assert subject.address in str(error) or "rank" in str(error), f"the error must name the server: got {error}"
     return f"after {wall_s:.1f} s"
@@ -660,7 +675,7 @@ def _broadcast_meta(subject: Subject, weights: dict[str, torch.Tensor], num_send
     shapes = enumerate((name, tuple(one.shape)) for name, one in weights.items())
     specs = [ParamSpec(name, shape, "float32", owner=index % num_senders) for index, (name, shape) in shapes]
     buckets = [specs[i : i + num_senders] for i in range(0, len(specs), num_senders)]
-    return WeightUpdateMeta("nccl", version=subject.version + 1, nccl_param_specs=buckets, timeout_s=20)
+    return WeightUpdateMeta("nccl", version=subject.version + 1, nccl_param_specs=buckets, timeout_s=_UPDATE_S)
 
 
 def _failure(received: Future[None], *, within_s: float) -> WeightUpdateError:

@@ -173,7 +173,7 @@ def served(program: Program, model: Path, log: Path) -> Iterator[str]:
         process = subprocess.Popen(
             guarded, env=program.environment, stdin=subprocess.PIPE, stdout=output, stderr=output, cwd="/"
         )
-        stack.callback(process.wait, 30)
+        stack.callback(process.wait, 120)
         assert process.stdin is not None
         stack.enter_context(process.stdin)  # its end is the guard's sign to end
         _wait_ready(process, address, log)

@@ -24,7 +24,7 @@ from arealite.weights.publish import publish_weights
 from servers.models import Reference, Scored, write_model
 from servers.programs import COLOCATED, CONTEXT, Program
 
-_UPDATE_S = 60.0
+_UPDATE_S = 180.0
 _REQUEST_S = 180.0
 
 
@@ -82,7 +82,7 @@ class Subject:
             "weight_update_timeout": _UPDATE_S,
             "request_timeout": _REQUEST_S,
             "request_retries": 0,
-            "setup_timeout": 60,
+            "setup_timeout": 180,
         }
         engine = self.program.client(InferenceEngineConfig(**defaults | config))
         engine.colocated = COLOCATED.get(self.address)
