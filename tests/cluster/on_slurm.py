@@ -40,7 +40,7 @@ OVERRIDES = (
 START_S = 240.0
 BACK_S = 150.0
 END_S = 240.0
-GONE_S = 20.0
+GONE_S = 120.0
 
 
 def main() -> int:

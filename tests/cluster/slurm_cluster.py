@@ -19,12 +19,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
+from testing_ports import held_port
 
-from arealite.utils.network import hold_port, port_of
 from arealite.utils.processes import die_with_parent, is_alive, send_signal, wait_gone
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
-_START_S = 30.0
+_START_S = 120.0
 _CONF = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -48,8 +48,8 @@ SelectTypeParameters=CR_CPU_Memory
 SlurmdParameters=config_overrides
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
 ReturnToService=2
-SlurmdTimeout=5
-MessageTimeout=5
+SlurmdTimeout=10
+MessageTimeout=10
 KillWait=10
 MinJobAge=600
 DefMemPerCPU=100
@@ -105,13 +105,13 @@ class SlurmCluster:
         """Kill the daemons, which would start more, then what is left of jobs: steps outlive their slurmd."""
         for process in self._daemons.values():
             process.kill()
-            process.wait(5)
+            process.wait(60)
         for _ in range(3):
             for pid in (left := self.processes()):
                 send_signal(pid, signal.SIGKILL)
             wait_gone(left, 5)
 
-    def run(self, *command: str, timeout_s: float = 20) -> str:
+    def run(self, *command: str, timeout_s: float = 120) -> str:
         """Run a command of Slurm and return what it prints."""
         return subprocess.run(
             command, env=self.environment, capture_output=True, text=True, timeout=timeout_s, check=True
@@ -124,7 +124,7 @@ class SlurmCluster:
     def kill_slurmd(self, node: str) -> None:
         """SIGKILL the daemon of a node; steps there go on."""
         self._daemons[node].kill()
-        self._daemons[node].wait(5)
+        self._daemons[node].wait(60)
 
     def state(self, node: str) -> str:
         """Return the state of a node, e.g. `idle` or `down*`."""
@@ -152,7 +152,7 @@ class SlurmCluster:
         (self.folder / "munge.key").write_bytes(os.urandom(1024))
         (self.folder / "munge.key").chmod(0o400)
         host = socket.gethostname().partition(".")[0]
-        lines = [_CONF.format(folder=self.folder, host=host, port=_free_port())]
+        lines = [_CONF.format(folder=self.folder, host=host, port=held_port())]
         gres = []
         if self._gpus:
             lines.append("GresTypes=gpu")
@@ -165,7 +165,7 @@ class SlurmCluster:
             (self.folder / "gres.conf").write_text("\n".join(gres) + "\n")
         has = f"CPUs={self._cpus} RealMemory=64000 State=UNKNOWN" + (f" Gres=gpu:{self._gpus}" if self._gpus else "")
         lines += [
-            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={_free_port()} {has}" for node in self.nodes
+            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={held_port()} {has}" for node in self.nodes
         ]
         lines.append("PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP")
         (self.folder / "slurm.conf").write_text("\n".join(lines) + "\n")
@@ -185,7 +185,7 @@ class SlurmCluster:
 
     def _num_idle(self) -> int:
         with contextlib.suppress(subprocess.SubprocessError):
-            return self.run("sinfo", "-hN", "-o", "%t", timeout_s=5).split().count("idle")
+            return self.run("sinfo", "-hN", "-o", "%t", timeout_s=30).split().count("idle")
         return 0
 
     def _wait_for(self, what: str, is_so: Callable[[], bool]) -> None:
@@ -196,9 +196,3 @@ class SlurmCluster:
                 logs = "".join(path.read_text()[-2000:] for path in self.folder.glob("*.out"))
                 raise RuntimeError(f"waited for {what}; ended: {ended or 'none'}\n{logs}")
             time.sleep(0.05)
-
-
-def _free_port() -> int:
-    """Return a port that is free now: Slurm's daemons bind it themselves."""
-    with hold_port() as holder:
-        return port_of(holder)
