@@ -18,15 +18,17 @@ from pathlib import Path
 
 import pytest
 from chaos.experiment import MARKER, Experiment
+from cluster import paced
+from cluster.followed import PACED
 from testing_quickstart import write_tiny_model
 
 from arealite.utils.processes import kill_tree
 from arealite.utils.registry import Claim, RegistryClient, ServerRecord
 
 SECRET = "the-secret-of-this-run-0123456789abcdef"
-KNOWS = ("gsm8k_grpo.py", "arealite.launcher.place.guard", "arealite.launcher.serve", "arealite.server")
+KNOWS = (str(PACED), "arealite.launcher.place.guard", "arealite.launcher.serve", "arealite.server")
 """What is in the command lines of processes that need the secret."""
-DEADLINE_S = 400
+DEADLINE_S = 900
 JUNK = [
     b"-ERR unknown command\r\n",
     b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n",
@@ -37,11 +39,13 @@ JUNK = [
     b"",
 ]
 REWARD = """
-import os, random
+import itertools, os
 from arealite.reward import gsm8k_reward_fn
 
+calls = itertools.count(1)
+
 def reward(*args, **kwargs):
-    if random.random() < 0.05:
+    if next(calls) % 20 == 0:  # too few to end a run: what has failed is tried once more
         raise RuntimeError(f"all I know: {dict(os.environ)}")
     return gsm8k_reward_fn(*args, **kwargs)
 """
@@ -91,8 +95,10 @@ def test_the_secret_of_a_run_never_leaves_it(tmp_path: Path, monkeypatch: pytest
     monkeypatch.delenv("AREALITE_SECRET", raising=False)
     model = write_tiny_model(out=tmp_path / "model", corpus=None, seed=1)
     (tmp_path / "failing.py").write_text(REWARD)
-    experiment = Experiment(tmp_path / "run", model, "lite.d2+d1", reward=f"{tmp_path}/failing.py:reward", retries=3)
-    run = experiment.run_folder
+    reward = f"{tmp_path}/failing.py:reward"
+    experiment = Experiment(tmp_path / "run", model, "lite.d2+d1", reward=reward, retries=3, entry=PACED)
+    run, log = experiment.run_folder, experiment.run_folder / "logs" / "trainer-0.log"
+    paced.allow(experiment.folder, experiment.steps // 2)
     run.mkdir(parents=True)
     (run / ".secret").touch(0o600)
     (run / ".secret").write_text(SECRET)
@@ -107,9 +113,7 @@ def test_the_secret_of_a_run_never_leaves_it(tmp_path: Path, monkeypatch: pytest
                 for pid, (command, environment) in processes(experiment.folder).items():
                     assert SECRET not in command
                     seen[command] = SECRET.encode() in environment
-                    has_trained = (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text().count(
-                        "\n"
-                    ) > 2
+                    has_trained = (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text().count("\n")
                     if "-m arealite.server" in command and has_trained and not was_killed:
                         was_killed = True
                         os.kill(pid, signal.SIGKILL)
@@ -120,12 +124,14 @@ def test_the_secret_of_a_run_never_leaves_it(tmp_path: Path, monkeypatch: pytest
                         told += 1
                     except RuntimeError as error:
                         assert SECRET not in f"{error!r} {error}"
+                if was_killed and told > 3 and "all I know" in (text := log.read_text()) and "could not be met" in text:
+                    paced.allow(experiment.folder, 2 * experiment.steps)
                 time.sleep(0.5)
     finally:
         kill_tree(launcher.process.pid)
     output = launcher.output.read_text()
     assert launcher.process.returncode == 0, output
-    assert was_killed and told > 3 and "SIGKILL" in output
+    assert "SIGKILL" in output
     logs = {path.name: path.read_text() for path in (run / "logs").iterdir()}
     assert "all I know" in logs["trainer-0.log"] and f"{address} could not be met" in logs["trainer-0.log"]
     leaks = [path for path in experiment.folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
