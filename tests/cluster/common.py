@@ -17,7 +17,7 @@ from arealite.utils.files import read_jsonl
 from arealite.utils.processes import describe_exit, exit_status
 
 _LOOK_S = 0.05
-_END_S = 30.0
+_END_S = 120.0
 
 
 class Broken(Exception):

@@ -45,7 +45,9 @@ _WAIT_S = 300.0
 _PHASE = 5
 """Steps."""
 _MAX_CATCH_UP = 4
-"""Most steps after which the trainer must have noticed who came or went."""
+"""Most steps after which all servers that the trainer knows of must have the newest weights."""
+_CAME, _WENT = "has joined and gets requests", "with the current weights are left"
+"""What the trainer says of servers that come and go."""
 
 
 class Elastic:
@@ -60,6 +62,8 @@ class Elastic:
     def wait_for_servers(self, number: int) -> None:
         """Begin a phase after the first step for which so many servers had the newest weights."""
         self.run.wait(f"{number} registered servers", lambda: self._num_registered() == number, _WAIT_S)
+        is_known = lambda: 1 + self.run.said(_CAME) - self.run.said(_WENT) == number  # noqa: E731
+        self.run.wait(f"word of the trainer of {number} servers", is_known, _WAIT_S)
         for _ in range(_MAX_CATCH_UP):
             self.run.do(1)
             if self._live() == number:
@@ -132,7 +136,7 @@ def suffer(elastic: Elastic, stack: contextlib.ExitStack) -> None:
     run.fault("leave", "SIGTERM to a server", is_fatal=False)
     leaving.process.terminate()
     elastic.wait_for_servers(2)
-    leaving.expect_done(20)
+    leaving.expect_done(_WAIT_S)
     elastic.end_phase(2)
     run.fault("kill_server", "kill -9 of a server", is_fatal=False)
     kill_tree(dying.process.pid)

@@ -71,7 +71,7 @@ class ClusterRun:
             yield cls(experiment, Launcher(process, output))
         finally:
             kill_tree(process.pid)
-            process.wait(10)
+            process.wait(120)
 
     @property
     def steps(self) -> int:

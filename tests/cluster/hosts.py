@@ -2,6 +2,7 @@
 
 Three hosts (see `netns`): a trainer's rank on 1 and 2, a server on 2 and 3. One run of asynchronous GRPO goes through
 all faults: answers of a server vanish, connections between the ranks are reset, a rank is killed, a host is cut off.
+The suite allows the ranks one step after the other (see `paced`), so that no fault comes after the last step.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import psutil
-from chaos.experiment import ENTRY, Experiment
+from chaos.experiment import Experiment
 from chaos.kills import Outcome
 from chaos.promises import judge
 from testing_quickstart import write_tiny_model
@@ -28,8 +29,9 @@ from arealite.launcher.plan.plan import make_plan
 from arealite.utils.environment import REGISTRY_VARIABLE, SECRET_VARIABLE
 from arealite.utils.processes import descendants, is_alive, send_signal, wait_gone
 from arealite.utils.secret import ensure_secret
+from cluster import paced
 from cluster.common import Broken, Program, last_step, program, skip, wait_until
-from cluster.followed import say, tell_result
+from cluster.followed import PACED, say, tell_result
 from cluster.netns import Network, network, why_impossible
 
 TRAINERS, SERVERS = (1, 2), (2, 3)
@@ -40,12 +42,14 @@ OVERRIDES = [
     "recover.mode=fault",
     "rollout.num_servers=2",
     f"launcher.node_timeout={NODE_TIMEOUT_S}",
-    "rollout.request_timeout=8",
-    "rollout.weight_update_timeout=8",
+    "rollout.request_timeout=15",
+    "rollout.weight_update_timeout=15",
     "evaluator.freq_steps=null",
 ]
-_STEP_S = 240.0
+_STEP_S = 600.0
 """In which a run must go on, whatever was done to it."""
+_END_S = 120.0
+"""For a program to end that was asked to, and for ranks that are cut off from each other."""
 _PORT = 29400
 
 
@@ -64,6 +68,7 @@ class Hosts:
         """Start everything, and end it."""
         experiment = self.experiment
         experiment.temporary.mkdir(parents=True)
+        paced.allow(experiment.folder, 0)
         arguments = [*experiment.arguments, *OVERRIDES]
         config, _ = load_expr_config(arguments[1:], GRPOConfig)
         experiment.run_folder.mkdir(parents=True)
@@ -102,8 +107,9 @@ class Hosts:
         return ours[0]
 
     def go_on(self, num_steps: int) -> None:
-        """Wait until the run has done that many steps more."""
+        """Let the run do that many steps more, and wait for them."""
         step = last_step(self.experiment) + num_steps
+        paced.allow(self.experiment.folder, step + 1)
 
         def is_there() -> bool:
             for trainer in self.trainers.values():
@@ -147,23 +153,24 @@ def suffer(run: Hosts) -> None:
     ranks = [run.rank(host) for host in TRAINERS]
     run.fault("cut", "host 2 is cut off")
     net.cut(2)
-    left = wait_gone(ranks, 2 * NODE_TIMEOUT_S + 3)
+    left = wait_gone(ranks, _END_S)
     for host in TRAINERS:
         if f"must answer within {NODE_TIMEOUT_S} s" not in run.trainers[host].text():
             raise Broken(f"the rank on host {host} must say which host is silent")
     if left:
-        raise Broken(f"both ranks must end within {2 * NODE_TIMEOUT_S + 3} s: {left} did not")
+        raise Broken(f"both ranks must end within {_END_S:g} s: {left} did not")
     say("both ranks have ended with an error that names the other host; healed")
     net.heal()
     run.go_on(1)
 
+    paced.allow(run.experiment.folder, 2 * STEPS)
     for trainer in run.trainers.values():
         trainer.expect_done(_STEP_S)
     say("the run is done")
     for server in run.servers.values():
         server.process.terminate()
     for server in run.servers.values():
-        server.expect_done(20)
+        server.expect_done(_END_S)
 
 
 def main() -> int:
@@ -172,7 +179,7 @@ def main() -> int:
         return skip(reason)
     folder = Path(tempfile.mkdtemp(prefix="arealite-hosts-"))
     model = write_tiny_model(out=folder / "model", corpus=None, seed=1)
-    experiment = replace(Experiment(folder / "run", model, "lite.d2p1t1+d2p1t1"), steps=STEPS)
+    experiment = replace(Experiment(folder / "run", model, "lite.d2p1t1+d2p1t1"), steps=STEPS, entry=PACED)
     outcome, failures = Outcome(is_done=True), []
     with network(3) as net:
         run = Hosts(net, experiment)
@@ -195,7 +202,7 @@ def main() -> int:
 def _is_rank(pid: int) -> bool:
     with contextlib.suppress(psutil.Error):
         command = psutil.Process(pid).cmdline()
-        return str(ENTRY) in command and "torch.distributed.run" not in command
+        return str(PACED) in command and "torch.distributed.run" not in command
     return False
 
 

@@ -136,4 +136,4 @@ def _namespaces() -> list[str]:
 
 
 def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=30)
+    subprocess.run(command, check=True, capture_output=True, timeout=120)

@@ -48,7 +48,7 @@ class RayCluster:
             self._machines[name] = self._cluster.add_node(
                 wait=False, node_name=name, num_cpus=CPUS, num_gpus=gpus, object_store_memory=_STORE_BYTES
             )
-        self._cluster.wait_for_nodes(timeout=60)
+        self._cluster.wait_for_nodes(timeout=300)
 
     def kill(self, name: str) -> None:
         """Kill a machine: all its processes at once, and not only Ray's."""
