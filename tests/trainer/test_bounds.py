@@ -60,7 +60,7 @@ def test_a_step_without_rollouts_has_none() -> None:
 
 
 def slow(completions: str, **others: object) -> float:
-    time.sleep(0.4)
+    time.sleep(1.0)
     return 1.0
 
 
@@ -76,7 +76,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("reward", "num_slots", "update_s", "told"),
+    ("reward", "num_slots", "updates_per_rollout", "told"),
     [
         (slow, 32, 0.0, "reward-bound .*%"),
         (quick, 1, 0.0, "rollout-bound .*: servers full"),
@@ -85,10 +85,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     ],
 )
 def test_a_run_that_is_made_so_is_told_so(
-    model: str, tmp_path: Path, reward: Callable[..., float], num_slots: int, update_s: float, told: str,
-    capsys: pytest.CaptureFixture[str],
+    model: str, tmp_path: Path, reward: Callable[..., float], num_slots: int, updates_per_rollout: float,
+    told: str, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """A real server, real reward workers and the loop's own logger; only the update is a sleep."""
+    """A real server, real reward workers and the loop's own logger; only the update is a sleep, of some rollouts."""
     gconfig = GenerationHyperparameters(n_samples=2, max_new_tokens=60, min_new_tokens=60)
     config = InferenceEngineConfig(backend="lite", consumer_batch_size=2, request_retries=0)
     with ExitStack() as stack:
@@ -101,10 +101,12 @@ def test_a_run_that_is_made_so_is_told_so(
         loader = PromptLoader([{"messages": [{"role": "user", "content": "an"}]}] * 8, 2)
         stats = StatsLogger(StatsLoggerConfig("e", "t", str(tmp_path)), FinetuneSpec(1, 8, 2))
         for step in range(2):  # workers and server start in the first
+            began = time.monotonic()
             with stats.timer("rollout"):
                 rollout.prepare_batch(loader, workflow)
+            rollout_s = time.monotonic() - began
             with stats.timer("update"):
-                time.sleep(update_s)
+                time.sleep(updates_per_rollout * rollout_s)
             rollout.set_version(step + 1)
             server.engine.set_version(str(step + 1)).result()
             in_loop(rollout, functools.partial(rollout.servers.advance, rollout.servers.servers, step + 1))
