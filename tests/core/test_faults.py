@@ -1,5 +1,6 @@
 """A run that loses workers in every kind of call, and one that loses its master or its launcher."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -39,6 +40,10 @@ FAULTS = (  # what befalls whom, at which version of the policy's weights
     "actor-update-8-0-fails",
 )
 STEPS = 9
+WAIT_S = 600.0
+"""For a run to come to where it is hit, or to its end."""
+END_S = 120.0
+"""For what is left of a run to end."""
 
 
 @pytest.fixture
@@ -150,7 +155,7 @@ def test_a_node_of_a_cluster_is_lost(
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
         with ThreadPoolExecutor(1) as threads:
             training = threads.submit(train, tmp_path, "shaken", script, "gsm8k_grpo", *told)
-            wait_until("an update that hangs", lambda: training.done() or not list(faults.iterdir()), 300)
+            wait_until("an update that hangs", lambda: training.done() or not list(faults.iterdir()), WAIT_S)
             cluster.kill(cluster.machine_of(worker(tmp_path / "core" / "shaken", "actor-0")))
             shaken = training.result()
     assert differences(calm, shaken) == []
@@ -163,14 +168,14 @@ def kill(victim: str, command: list[str], *, output: Path, once: Callable[[], bo
     with output.open("wb") as file:
         launcher = subprocess.Popen(command, stdout=file, stderr=file)
     try:
-        wait_until("what the killing waits for", lambda: launcher.poll() is not None or once(), 300)
+        wait_until("what the killing waits for", lambda: launcher.poll() is not None or once(), WAIT_S)
         processes = [psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children(recursive=True)]
-        names = {name for one in processes for name in ("raylet", "gcs_server", "ray::Worker") if name in one.name()}
-        assert names == {"raylet", "gcs_server", "ray::Worker"}, output.read_text()
-        (master,) = [one for one in processes if one.cmdline()[1:2] == [command[3]]]
+        needed = {"raylet", "gcs_server", "ray::Worker"}
+        assert all(any(name in name_of(one) for one in processes) for name in needed), output.read_text()
+        (master,) = [one for one in processes if is_victim(one, "master", command[3])]
         (master if victim == "master" else processes[0]).kill()
-        assert wait_gone([one.pid for one in processes if one.pid != launcher.pid], 30.0) == set()
-        assert launcher.wait(30.0) != 0
+        assert wait_gone([one.pid for one in processes if one.pid != launcher.pid], END_S) == set()
+        assert launcher.wait(END_S) != 0
     finally:
         kill_tree(launcher.pid)
 
@@ -218,13 +223,13 @@ def test_a_run_goes_on_after_its_master_was_killed_and_then_the_head_of_its_ray(
         try:
             seen, victims = set[int](), []
             for victim, is_time in (("master", lambda: newest(run) >= 0), ("gcs_server", lambda: not hang.exists())):
-                wait_until("the time to kill", lambda: launcher.poll() is not None or is_time(), 300)  # noqa: B023
+                wait_until("the time to kill", lambda: launcher.poll() is not None or is_time(), WAIT_S)  # noqa: B023
                 processes = psutil.Process(launcher.pid).children(recursive=True)
                 seen |= {one.pid for one in processes}
                 victims += [one for one in processes if is_victim(one, victim, command[3])]
                 victims[-1].kill()
-            assert launcher.wait(300.0) == 0, output.read_text()
-            assert len(victims) == 2 and wait_gone([*seen], 30.0) == set()
+            assert launcher.wait(WAIT_S) == 0, output.read_text()
+            assert len(victims) == 2 and wait_gone([*seen], END_S) == set()
             assert [*Path(ray_folder).iterdir()] == [] and shared_memory() <= shared
         finally:
             kill_tree(launcher.pid)
@@ -246,7 +251,16 @@ def newest(run: Path) -> int:
 
 def is_victim(process: psutil.Process, victim: str, script: str) -> bool:
     """Tell whether a process is the master of a script, or the server of its Ray."""
-    return process.cmdline()[1:2] == [script] if victim == "master" else process.name() == victim
+    with contextlib.suppress(psutil.NoSuchProcess):  # a helper may have ended meanwhile
+        return process.cmdline()[1:2] == [script] if victim == "master" else process.name() == victim
+    return False
+
+
+def name_of(process: psutil.Process) -> str:
+    """Return the name of a process, which may have ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.name()
+    return ""
 
 
 def test_nothing_is_left_of_a_run_whose_launcher_is_killed(tmp_path: Path, faults: Path) -> None:
