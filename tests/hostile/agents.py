@@ -30,7 +30,7 @@ from arealite.workflow.env import EnvWorkflow
 from arealite.workflow.tools import ToolWorkflow
 from hostile import agent_acts
 from hostile.code import run_workflows
-from hostile.common import Report, Usage, settled
+from hostile.common import DEADLINE_S, Report, Usage, settled
 
 _EPISODE_S = 20.0
 """Long enough for an honest agent on a loaded machine."""
@@ -133,6 +133,8 @@ def attack(report: Report, folder: Path, rng: random.Random, *, short: bool) -> 
     finally:
         began = time.monotonic()
         workflow.close()
-    if (took := time.monotonic() - began) > 10:
-        report.broken.append(f"agents must end within 10 s when their workflow is closed: it took {took:.0f} s")
-    report.leaks += settled(lambda: before.leaks(Usage.of(os.getpid()), what="the trainer", inputs=report.tried), 10.0)
+    if (took := time.monotonic() - began) > DEADLINE_S:
+        report.broken.append(
+            f"agents must end within {DEADLINE_S:g} s when their workflow is closed: it took {took:.0f} s"
+        )
+    report.leaks += settled(lambda: before.leaks(Usage.of(os.getpid()), what="the trainer", inputs=report.tried))

@@ -236,8 +236,9 @@ def try_one(folder: Path, kind: str, scope: tuple[str, ...], raw: bytes | None) 
         stack.enter_context(junk.serving())
         junk.is_junk = scope == _MEET
         addresses = [junk.address, healthy.address]
+        setup_s = _UPDATE_S if scope == _MEET else DEADLINE_S
         config = InferenceEngineConfig(
-            server_addrs=addresses, backend="lite", request_timeout=_REQUEST_S, setup_timeout=_UPDATE_S
+            server_addrs=addresses, backend="lite", request_timeout=_REQUEST_S, setup_timeout=setup_s
         )
         engine = RemoteInferenceEngine(config)
         stack.callback(engine.destroy)

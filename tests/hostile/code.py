@@ -32,10 +32,10 @@ from arealite.rollout.account.audit import audit
 from hostile.common import DEADLINE_S, Report, Usage, judge_account, settled
 from hostile.rewards import DISTURBING, RAISED, REWARDS, areward, reward
 
-_EPISODE_S = 1.0
-_REWARD_S = 1.5
+_EPISODE_S = 5.0
+_REWARD_S = 5.0
 _BATCH = 8
-_CLOSE_S = 30.0
+_CLOSE_S = 60.0
 
 RETURNED: tuple[Callable[[], Any], ...] = (
     *(dict, list, object, ValueError, lambda: 5, lambda: "x", lambda: True, lambda: float("nan"), lambda: print),
@@ -154,7 +154,7 @@ def attack(report: Report, folder: Path, rng: random.Random, *, short: bool) -> 
         end_the_loop(report, folder / error.__name__, error)
     asyncio.run(run_rewards(report, rng, repeat=1 if short else 2))
     allowed = Usage(before.files, before.threads + workflow.num_sleepers, before.children, before.log_bytes)
-    report.leaks += settled(lambda: allowed.leaks(Usage.of(os.getpid()), what="the trainer", inputs=report.tried), 10.0)
+    report.leaks += settled(lambda: allowed.leaks(Usage.of(os.getpid()), what="the trainer", inputs=report.tried))
 
 
 def run_workflows(

@@ -25,7 +25,7 @@ SECRET = "5e" * 32
 DEADLINE_S = 60.0
 """For an honest request, and for whatever must end by itself after a second or two."""
 _SETTLE_S = 30.0
-ORPHANS_S = 10.0
+ORPHANS_S = 60.0
 """For processes to end after the part that started them."""
 _MAX_FILES, _MAX_THREADS = 8, 16
 """Most that a process may keep of connections and threads, whatever it was sent."""

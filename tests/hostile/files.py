@@ -44,7 +44,7 @@ _CONFIG = REPOSITORY / "examples" / "arealite" / "configs" / "gsm8k_grpo_cpu.yam
 _RUN = Path("e", "t")
 _NAMES = {"experiment_name": "e", "trial_name": "t"}
 _AT_ONCE = 3
-_READER_S = 30.0
+_READER_S = 120.0
 _MOVED = re.compile(r"\.\w+-\d{8}-\d{6}-\d+")
 """What the name of a file that was moved aside ends with."""
 READERS = {
