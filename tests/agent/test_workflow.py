@@ -273,7 +273,7 @@ async def test_a_cancelled_episode_ends_its_agents(model, workflow_of) -> None:
 
     model.may_answer = asyncio.Event()
     episode = asyncio.create_task(workflow_of(agent, n=2).arun_episode(model, ROW))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while model.num_running < 2:
             await asyncio.sleep(0.005)
         episode.cancel()
@@ -396,7 +396,7 @@ async def test_processes_of_a_cancelled_episode_are_killed(model, workflow_of, t
     shell = f"sleep 1000 & echo $$ $! > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pids; sleep 1000"
     workflow = workflow_of(process_agents.hanging if kind == "function" else shell)
     episode = asyncio.create_task(workflow.arun_episode(model, row))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while not (tmp_path / "pids").exists():
             await asyncio.sleep(0.01)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]

@@ -11,7 +11,7 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 def on_two_ranks(function: Callable[[int, Reduce], torch.Tensor]) -> list[torch.Tensor]:
     """Return what `function(rank, reduce)` returns on each rank."""
-    meeting = threading.Barrier(2, timeout=30)
+    meeting = threading.Barrier(2, timeout=120)
     shares: dict[int, torch.Tensor] = {}
 
     def run(rank: int) -> torch.Tensor:

@@ -174,7 +174,7 @@ def test_nothing_fails_while_the_only_server_starts_anew(
 ) -> None:
     """Its requests wait, though longer than an episode may take, and go on from their last tokens."""
     registry.put("server-0", (first := serving(stack)).address)
-    actor, rollout = start(stack, model_path, 1, episode_timeout=10.0, request_retries=0)
+    actor, rollout = start(stack, model_path, 1, episode_timeout=20.0, request_retries=0)
     publish_weights(actor, rollout, version=2)
     pending = Background(
         lambda: rollout.rollout_batch(rows(40), SamplingWorkflow(max_new_tokens=150, min_new_tokens=150))
@@ -184,7 +184,7 @@ def test_nothing_fails_while_the_only_server_starts_anew(
     until(lambda: not rollout.servers.servers)
     first.engine.pause("abort").result(120)
     until(lambda: first.engine.stats().running == 0)
-    time.sleep(10.5)
+    time.sleep(20.5)
     second = serving(stack, seed=8)
     registry.put("server-0", second.address, pid=2)
     batch = pending.result()

@@ -179,7 +179,7 @@ async def test_a_sick_server_that_answers_health_gets_requests_ever_more_rarely(
     async def seconds_without_requests(server: Server) -> float:
         began = time.monotonic()
         health.suspect(server)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while not server.is_reachable:
                 await asyncio.sleep(0.01)
         return time.monotonic() - began

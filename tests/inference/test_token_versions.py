@@ -85,7 +85,7 @@ def wait_for_tokens(server: LiteServer, count: int) -> None:
 
 
 def slow_down(server: LiteServer) -> None:
-    """Let each token take time enough to reach the server before a completion ends."""
+    """Let each token take time enough for a change to reach the server before a completion ends."""
     server.model.register_forward_pre_hook(lambda *_: time.sleep(0.005))
 
 
@@ -108,6 +108,8 @@ def test_versions_are_exact_on_two_servers_that_change_at_different_moments(
 ) -> None:
     rng = random.Random(seed)
     servers = start(stack), start(stack)
+    for server in servers:
+        slow_down(server)
     engine = connect(stack, *servers)
     requests = [
         ModelRequest(

@@ -364,7 +364,7 @@ class SecondPromptFails(WaitingWorkflow):
 
 def test_a_batch_that_a_retry_allows_is_taken_at_once(start: Callable[..., IdleEngine]) -> None:
     """Prompt 1 is due at version 1 until it fails; then its retry is due at 2."""
-    engine = start(consumer_batch_size=1, max_head_offpolicyness=1, max_concurrent_rollouts=4, episode_timeout=2.0)
+    engine = start(consumer_batch_size=1, max_head_offpolicyness=1, max_concurrent_rollouts=4, episode_timeout=30.0)
     loader = (rows(1, first) for first in itertools.count())
     assert prompts_of(engine.executor.prepare_batch(loader, SecondPromptFails())) == [0]
     engine.set_version(1)
@@ -543,6 +543,7 @@ def test_policies_for_the_overdue(start: Callable[..., IdleEngine], overdue: str
     )
     ended = threading.Event()
     cancelled: list[int] = []
+    first_has_ended = threading.Event()
 
     class FirstIsSlow(WaitingWorkflow):
         async def arun_episode(self, engine: InferenceEngine, data: Row) -> TensorDict | None:
@@ -554,6 +555,8 @@ def test_policies_for_the_overdue(start: Callable[..., IdleEngine], overdue: str
             except asyncio.CancelledError:
                 cancelled.append(index)
                 raise
+            finally:
+                first_has_ended.set() if index == 0 else None
             return waiting_trajectory(index, version)
 
     loader = (rows(1, first) for first in itertools.count())
@@ -571,7 +574,8 @@ def test_policies_for_the_overdue(start: Callable[..., IdleEngine], overdue: str
     assert prompts_of(engine.executor.prepare_batch(loader, workflow)) == [2]
     engine.set_version(2)
     ended.set()
-    time.sleep(0.5)
+    assert first_has_ended.wait(120)
+    engine.executor.loop.run(asyncio.sleep(0.01))  # in which the executor learns of it
     assert prompts_of(engine.executor.prepare_batch(loader, workflow)) == taken_at_2
     assert engine.executor.metrics().get("rollout/rejected_overdue", 0) == (overdue == "drop")
     assert cancelled == ([0] if overdue == "drop" else [])

@@ -189,7 +189,7 @@ def test_only_the_thread_that_samples_has_threads_of_torch(tmp_path: Path) -> No
         def count(one: tuple[ForkServerProcess, str]) -> int:
             return psutil.Process(one[0].pid).num_threads()
 
-        deadline = time.monotonic() + 30  # for threads of the requests to end
+        deadline = time.monotonic() + 120  # for threads of the requests to end
         while count(with_two_helpers) - count(alone) != 2:
             assert time.monotonic() < deadline, (count(alone), count(with_two_helpers))
             time.sleep(0.1)

@@ -58,7 +58,7 @@ def viewing() -> Iterator[Callable[[Path], str]]:
     for process in processes:
         process.send_signal(signal.SIGINT)
         with process:
-            assert process.wait(20) == 0
+            assert process.wait(120) == 0
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def new_page(browser: Any, viewing: object) -> Iterator[Callable[..., Any]]:
         pages.append(page := browser.new_page(**options))
         page.on("console", lambda message: said.append(message.text))
         page.on("pageerror", lambda error: said.append(str(error)))
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(120_000)
         return page
 
     yield new
@@ -345,7 +345,7 @@ def test_steps_appear_while_a_run_trains(tmp_path: Path, viewing: Viewing, new_p
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL) as training:
         try:
             page.click("#runs .link:has-text('live/first')", timeout=120_000)
-            counts, deadline = list[int](), time.monotonic() + 240
+            counts, deadline = list[int](), time.monotonic() + 600
             while len(counts) < 2 and time.monotonic() < deadline:
                 found = re.search(r"\(training: ([1-9]\d*) steps so far\)", page.inner_text("#charts .lead"))
                 if found is not None and int(found[1]) not in counts:
@@ -357,7 +357,7 @@ def test_steps_appear_while_a_run_trains(tmp_path: Path, viewing: Viewing, new_p
         finally:
             training.send_signal(signal.SIGINT)
     page.click("#tab-runs")
-    page.wait_for_selector("#runs td.state:text-is('stopped')", timeout=60_000)
+    page.wait_for_selector("#runs td.state:text-is('stopped')", timeout=120_000)
 
 
 def test_what_is_damaged_is_named(tmp_path: Path, viewing: Viewing, new_page: NewPage) -> None:
@@ -428,7 +428,7 @@ def test_nothing_is_wider_than_the_window(tmp_path: Path, viewing: Viewing, new_
         assert plot is not None and svg is not None
         return abs(plot["width"] - svg["width"]) < 2
 
-    deadline = time.monotonic() + 60  # Plotly waits a moment before it draws
+    deadline = time.monotonic() + 120  # Plotly waits a moment before it draws
     while not (is_within(narrow) and is_fitted()):
         assert time.monotonic() < deadline
         page.wait_for_timeout(50)

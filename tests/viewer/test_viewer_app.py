@@ -234,11 +234,11 @@ def test_the_command_prints_its_address_and_ends_with_ctrl_c(tmp_path: Path) -> 
             address, _, token = process.stdout.readline().strip().partition("#token=")
             assert address.startswith("http://127.0.0.1:") and len(token) == 32
             request = urllib.request.Request(f"{address}api/runs", headers={"Authorization": f"Bearer {token}"})
-            with urllib.request.urlopen(request, timeout=20) as response:
+            with urllib.request.urlopen(request, timeout=120) as response:
                 assert b'"e/t0"' in response.read()
         finally:
             process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        assert process.wait(120) == 0
         assert process.stderr.read() == ""
 
 

@@ -41,6 +41,7 @@ class ScriptedSampler:
     most_at_once: int = 0
     running: int = 0
     cancelled: int = 0
+    delay_s: float = 0.2
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         text = self.texts[len(self.requests)]
@@ -48,7 +49,7 @@ class ScriptedSampler:
         self.running += 1
         self.most_at_once = max(self.most_at_once, self.running)
         try:
-            await asyncio.sleep(0.01 if text == "!" else 0.2)
+            await asyncio.sleep(0.01 if text == "!" else self.delay_s)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
@@ -192,7 +193,7 @@ async def test_a_failing_reward_fails_the_episode(tokenizer) -> None:
 
 
 async def test_a_failing_sample_cancels_the_rest_of_the_group(tokenizer) -> None:
-    engine = ScriptedSampler(["a", "!", "b"], tokenizer)
+    engine = ScriptedSampler(["a", "!", "b"], tokenizer, delay_s=60.0)
     workflow = RLVRWorkflow(gsm8k_reward_fn, GenerationHyperparameters(n_samples=3), tokenizer)
     with pytest.raises(ServerError, match="answered 500"):
         await workflow.arun_episode(engine, DATA)
