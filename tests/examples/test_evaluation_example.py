@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from arealite.rollout.account.rollout_file import batch_files
 
 pytestmark = pytest.mark.slow
 CLI = [sys.executable, "-m", "arealite.cli.main"]
-DEADLINE_S = 180.0
+DEADLINE_S = 600.0
 
 
 def test_an_evaluation_that_is_stopped_continues(tmp_path: Path) -> None:
@@ -38,6 +39,7 @@ def test_an_evaluation_that_is_stopped_continues(tmp_path: Path) -> None:
     sampled = tmp_path / "e" / "t" / "rollouts" / "sampled"
     while not batch_files(sampled):
         assert command.poll() is None
+        time.sleep(0.02)
     command.send_signal(signal.SIGINT)
     output, _ = command.communicate(timeout=DEADLINE_S)
     assert command.returncode == 128 + signal.SIGINT and "the same command continues" in output, output

@@ -71,10 +71,10 @@ def test_an_error_of_this_rank_is_raised_as_it_is(group: None) -> None:
 def test_ranks_that_torchrun_starts_again_meet_at_once(tmp_path: Path) -> None:
     """Also though torchrun's store still has the addresses of the first attempt."""
     torchrun = ["--nproc-per-node", "2", "--max-restarts", "3", "--monitor-interval", "0.2"]
-    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--log-dir", str(tmp_path / "logs")]
     program = Path(__file__).with_name("restarted_program.py")
     command = [sys.executable, "-m", "torch.distributed.run", *torchrun, str(program), str(tmp_path)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    finished = subprocess.run(command, env=env, timeout=120, capture_output=True, text=True, check=False)
+    finished = subprocess.run(command, env=env, timeout=600, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
     assert (tmp_path / "result.txt").read_text() == "1 True [2.0]"
