@@ -35,8 +35,8 @@ SERVER = Placement("server-0", "server", 0, (0,), 0)
 RANK = Placement("trainer-0", "trainer", 1, (0, 1), 0)
 PLAN = Plan(2, 4, (SERVER, RANK))
 CONFIG = Path(__file__).parents[3] / "examples" / "arealite" / "configs" / "gsm8k_grpo.yaml"
-NODE_TIMEOUT_S = 6.0
-END_S = 15.0
+NODE_TIMEOUT_S = 15.0
+END_S = 120.0
 
 NOTE_PIDS = """
 import json, os, subprocess, sys, time
