@@ -96,7 +96,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def by_hand(script: Path, *words: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, script.name, *words]
-    return subprocess.run(command, cwd=script.parent, env=env, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=script.parent, env=env, capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_a_script_starts_its_launcher_and_works_there(script: Path) -> None:

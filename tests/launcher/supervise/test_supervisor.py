@@ -38,7 +38,7 @@ async def test_the_entry_of_a_killed_server_does_not_make_its_successor_ready(tm
     registry = Registry(None)
     record = ServerRecord("127.0.0.1:9", "lite", "here", 1, "ready", "", 12.5)
     registry.claim("server-0", Claim(record, "killed", 0, 60.0, is_first=True))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         end = await Supervisor(run, SilentPlace(), registry, "secret").supervise(None, 0.0)
     assert end.status == SERVER_FAILED
     assert "server-0 was not ready within 0.5 s" in (run.folder.logs / "launcher.log").read_text()
