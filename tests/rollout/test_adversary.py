@@ -26,7 +26,7 @@ class Run:
     """A trainer of `_VERSIONS` batches that keeps books of its own."""
 
     def __init__(self, rng: random.Random, straggler_share: float, **config: Any) -> None:
-        config |= {"episode_retries": RETRIES, "episode_timeout": 10.0, "max_failed_share": 1.0}
+        config |= {"episode_retries": RETRIES, "episode_timeout": 600.0, "max_failed_share": 1.0}
         self.engine = IdleEngine(InferenceEngineConfig(**config), CorneredExecutor)
         self.executor = self.engine.executor
         assert isinstance(self.executor, CorneredExecutor)

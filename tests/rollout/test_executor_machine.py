@@ -63,7 +63,7 @@ class Machine(RuleBasedStateMachine):
             overdue=overdue,
             max_failed_share=1.0,
             episode_retries=RETRIES,
-            episode_timeout=10.0,
+            episode_timeout=600.0,
             fileroot=self.folder.name,
             experiment_name="exp",
             trial_name="trial",
