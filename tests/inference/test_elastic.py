@@ -120,6 +120,11 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+def slow_down(server: LiteServer) -> None:
+    """Let a completion take so long that it is seen to run."""
+    server.model.register_forward_pre_hook(lambda *_: time.sleep(0.005))
+
+
 def rows(count: int) -> list[dict[str, Any]]:
     return [{"input_ids": [*PROMPT, 3 + index]} for index in range(count)]
 
@@ -205,6 +210,7 @@ def test_a_server_that_dies_loses_only_what_it_had(
     publish_weights(actor, rollout, version=1)
     for server in (dies, stays):
         server.calls.clear()
+        slow_down(server)
     pending = Background(
         lambda: rollout.rollout_batch(rows(8), SamplingWorkflow(max_new_tokens=150, min_new_tokens=150))
     )
@@ -307,7 +313,7 @@ def test_a_server_that_fails_in_every_update_ends_the_run_after_setup_timeout(
     publish_weights(actor, rollout, version=1)
     monkeypatch.setattr(pool, "_FIRST_PAUSE_S", 0.1)
     monkeypatch.setattr(pool, "_MAX_PAUSE_S", 0.2)
-    rollout.config.setup_timeout = 2.0
+    rollout.config.setup_timeout = 6.0
     sick.calls.clear()
     sick.sick_at = "/begin_weight_update"
     with pytest.raises(WeightUpdateError, match="CUDA error"):
@@ -406,7 +412,7 @@ def test_more_run_at_once_when_servers_join_in_the_middle_of_a_batch(
     until(lambda: not rollout.servers.servers)
     workflow = SamplingWorkflow(max_new_tokens=100, min_new_tokens=100)
     pending = Background(lambda: rollout.rollout_batch(rows(16), workflow))
-    second = serving(stack)
+    slow_down(second := serving(stack))
     registry.put("server-0", second.address, pid=2)
     until(lambda: second.engine.stats().running > 4)
     assert pending.result().batch_size[0] == 16
