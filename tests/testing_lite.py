@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import urllib.request
 from typing import Any
 
@@ -38,6 +39,12 @@ class LiteServer:
         with urllib.request.urlopen(request, timeout=120) as reply:
             answer: dict[str, Any] = json.load(reply)
         return answer
+
+
+def slow_down(model: PreTrainedModel) -> None:
+    """Let each step of an engine take 5 ms, in which other threads run: a test acts before a completion ends."""
+    if not model._forward_pre_hooks:
+        model.register_forward_pre_hook(lambda *_: time.sleep(0.005))
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from testing_lite import slow_down
 from tiny_models import EOS, TEXT_VOCAB, build, config, tokenizer
 from transformers import PreTrainedModel
 
@@ -50,7 +51,8 @@ def run(engine: GenerationEngine, *requests: GenerationRequest) -> list[Generati
 
 
 def wait_for_tokens(engine: GenerationEngine, count: int) -> None:
-    """Return once that many tokens were generated."""
+    """Return once that many tokens were generated; from now on each takes so long that a test can act meanwhile."""
+    slow_down(engine._runner.model)
     deadline = time.monotonic() + 120
     while engine.call(engine.stats).result(120).generated_tokens < count:
         assert time.monotonic() < deadline

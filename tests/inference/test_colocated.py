@@ -14,7 +14,7 @@ import pytest
 import tiny_models
 import torch
 from tensordict import TensorDict
-from testing_lite import LiteServer
+from testing_lite import LiteServer, slow_down
 from testing_server import serve
 from transformers import AutoModelForCausalLM
 
@@ -180,6 +180,7 @@ def test_every_token_has_the_version_of_the_weights_that_sampled_it(
     actor, rollout = make(pause_mode=pause_mode)
     publish_weights(actor, rollout, version=0)
     engine = server_of(rollout)._engine
+    slow_down(engine._runner.model)
     running = start(rollout, "long", length=240)
     while engine.stats().generated_tokens < 20:
         engine.call(lambda: None).result(60)  # between two steps

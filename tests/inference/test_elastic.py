@@ -18,7 +18,7 @@ import tiny_models
 import torch
 from aiohttp import web
 from tensordict import TensorDict
-from testing_lite import LiteServer
+from testing_lite import LiteServer, slow_down
 from testing_registry import RUN, RunningRegistry
 from testing_server import serve
 from testing_workflows import SamplingWorkflow
@@ -120,11 +120,6 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def slow_down(server: LiteServer) -> None:
-    """Let a completion take so long that it is seen to run."""
-    server.model.register_forward_pre_hook(lambda *_: time.sleep(0.005))
-
-
 def rows(count: int) -> list[dict[str, Any]]:
     return [{"input_ids": [*PROMPT, 3 + index]} for index in range(count)]
 
@@ -210,7 +205,7 @@ def test_a_server_that_dies_loses_only_what_it_had(
     publish_weights(actor, rollout, version=1)
     for server in (dies, stays):
         server.calls.clear()
-        slow_down(server)
+        slow_down(server.model)
     pending = Background(
         lambda: rollout.rollout_batch(rows(8), SamplingWorkflow(max_new_tokens=150, min_new_tokens=150))
     )
@@ -412,7 +407,7 @@ def test_more_run_at_once_when_servers_join_in_the_middle_of_a_batch(
     until(lambda: not rollout.servers.servers)
     workflow = SamplingWorkflow(max_new_tokens=100, min_new_tokens=100)
     pending = Background(lambda: rollout.rollout_batch(rows(16), workflow))
-    slow_down(second := serving(stack))
+    slow_down((second := serving(stack)).model)
     registry.put("server-0", second.address, pid=2)
     until(lambda: second.engine.stats().running > 4)
     assert pending.result().batch_size[0] == 16

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from testing_lite import LiteServer, weights_of
+from testing_lite import LiteServer, slow_down, weights_of
 from testing_server import serve
 from tiny_models import build, config
 from transformers import DynamicCache, PreTrainedModel
@@ -84,11 +84,6 @@ def wait_for_tokens(server: LiteServer, count: int) -> None:
         time.sleep(0.001)
 
 
-def slow_down(server: LiteServer) -> None:
-    """Let each token take time enough for a change to reach the server before a completion ends."""
-    server.model.register_forward_pre_hook(lambda *_: time.sleep(0.005))
-
-
 def change_at_random(server: LiteServer, checkpoints: list[str], rng: random.Random) -> None:
     """Bring a server from version to version at moments of its own, in every way there is."""
     for version in range(1, NUM_VERSIONS):
@@ -109,7 +104,7 @@ def test_versions_are_exact_on_two_servers_that_change_at_different_moments(
     rng = random.Random(seed)
     servers = start(stack), start(stack)
     for server in servers:
-        slow_down(server)
+        slow_down(server.model)
     engine = connect(stack, *servers)
     requests = [
         ModelRequest(
@@ -159,7 +154,7 @@ def test_tokens_on_older_keys_are_counted(
     stack: contextlib.ExitStack, models: list[PreTrainedModel], checkpoints: list[str]
 ) -> None:
     server = start(stack, allow_stale_kv=True)
-    slow_down(server)
+    slow_down(server.model)
     engine = connect(stack, server)
     prompt = [5, 6, 7]
     request = ModelRequest(prompt, GenerationHyperparameters(max_new_tokens=200))
@@ -186,7 +181,7 @@ def test_a_cache_dropped_by_a_pause_is_stale_no_more(
     stack: contextlib.ExitStack, models: list[PreTrainedModel], checkpoints: list[str]
 ) -> None:
     server = start(stack, allow_stale_kv=True)
-    slow_down(server)
+    slow_down(server.model)
     engine = connect(stack, server)
     request = ModelRequest([5, 6, 7], GenerationHyperparameters(max_new_tokens=200))
     with ThreadPoolExecutor(1) as pool:
@@ -206,7 +201,7 @@ def test_the_pause_mode_says_what_becomes_of_requests_in_flight(
     stack: contextlib.ExitStack, models: list[PreTrainedModel], tmp_path: Path, pause_mode: PauseMode
 ) -> None:
     server = start(stack, allow_stale_kv=pause_mode == "in_place")
-    slow_down(server)
+    slow_down(server.model)
     engine = RemoteSGLangEngine(
         InferenceEngineConfig(server_addrs=[server.address], backend="lite", pause_mode=pause_mode)
     )

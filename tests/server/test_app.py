@@ -11,6 +11,7 @@ import pytest
 import torch
 from aiohttp import web
 from safetensors.torch import save_file
+from testing_lite import slow_down
 from testing_ports import held_port
 from tiny_models import EOS, VOCAB_SIZE, build, config, save_qwen3, tokenizer
 from transformers import PreTrainedModel
@@ -55,6 +56,8 @@ class Client:
         return reply
 
     async def wait_for_tokens(self, count: int) -> None:
+        """Return once that many tokens were generated; from now on each takes so long that a test can act meanwhile."""
+        slow_down(self.engine._runner.model)
         async with asyncio.timeout(120):
             while (await self.get("/server_info"))[1]["generated_tokens"] < count:
                 await asyncio.sleep(0)
