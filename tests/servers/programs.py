@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -168,11 +169,11 @@ def served(program: Program, model: Path, log: Path) -> Iterator[str]:
         holder = stack.enter_context(hold_port())
         address = f"{LOOPBACK}:{port_of(holder)}"
         output = stack.enter_context(log.open("ab"))
+        temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="arealite-server-"))  # short, for sockets
         arguments = [program.model_flag, str(model), "--host", LOOPBACK, "--port", str(port_of(holder))]
         guarded = [sys.executable, "-m", "arealite.launcher.place.guard", *program.command(*arguments)]
-        process = subprocess.Popen(
-            guarded, env=program.environment, stdin=subprocess.PIPE, stdout=output, stderr=output, cwd="/"
-        )
+        env = program.environment | {"TMPDIR": temporary}
+        process = subprocess.Popen(guarded, env=env, stdin=subprocess.PIPE, stdout=output, stderr=output, cwd="/")
         stack.callback(process.wait, 120)
         assert process.stdin is not None
         stack.enter_context(process.stdin)  # its end is the guard's sign to end

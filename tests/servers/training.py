@@ -130,6 +130,7 @@ def _train(program: Program, folder: Path, *, reloads_tied: bool) -> list[Outcom
 
 
 def _launch(run: Run, program: Program, model: Path, folder: Path) -> Outcome:
+    folder.mkdir()
     overrides = {
         "allocation_mode": f"{program.name}.d1p1t1+d1p1t1",
         "actor.path": model,
@@ -156,7 +157,7 @@ def _launch(run: Run, program: Program, model: Path, folder: Path) -> Outcome:
     command = [sys.executable, "-m", "arealite.launcher.local", str(ENTRY), "--config", str(CONFIG)]
     command += [f"{name}={value}" for name, value in overrides.items()]
     env = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "VIRTUAL_ENV")}
-    env |= {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+    env |= {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "COLUMNS": "200", "TMPDIR": str(folder)}
     started = time.monotonic()
     guarded = [sys.executable, "-m", "arealite.launcher.place.guard", *command]
     process = subprocess.Popen(

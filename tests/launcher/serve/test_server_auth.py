@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -103,12 +104,11 @@ def test_every_endpoint_of_a_real_server_but_health_wants_the_secret(name: Name,
         pytest.skip(f"AREALITE_{name.upper()}_PYTHON names no interpreter with {name} installed")
     model = make_tiny_model(tmp_path / "model", hidden=64, layers=1, max_position=1024, tie=False)
     real, log = program(name, PYTHONS[name]), tmp_path / "log.txt"
-    with hold_port() as holder, log.open("wb") as output:
+    with hold_port() as holder, log.open("wb") as output, tempfile.TemporaryDirectory() as temporary:
         address = f"{LOOPBACK}:{port_of(holder)}"
         command = real.command(real.model_flag, str(model), "--host", LOOPBACK, "--port", str(port_of(holder)))
-        server = subprocess.Popen(
-            command, env=real.environment | {SECRET_VARIABLE: SECRET}, stdout=output, stderr=output, cwd="/"
-        )
+        env = real.environment | {SECRET_VARIABLE: SECRET, "TMPDIR": temporary}
+        server = subprocess.Popen(command, env=env, stdout=output, stderr=output, cwd="/")
         try:
             deadline = time.monotonic() + READY_S
             while True:
