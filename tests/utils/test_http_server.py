@@ -82,11 +82,11 @@ async def test_a_connection_that_shows_no_secret_ends(text: bytes, monkeypatch: 
 
 
 async def test_a_connection_that_was_used_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "HEADER_S", 0.3)
+    monkeypatch.setattr(http_server, "HEADER_S", 1.0)
     for secret in (SECRET, None):
         async with listening(secret) as port, asyncio.timeout(120):
             reader, writer = await request(port)
-            await asyncio.sleep(0.6)
+            await asyncio.sleep(2.0)
             writer.write(b"GET /work HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer s3cret\r\n\r\n")
             assert b"200 OK" in await reader.readuntil(b"done")
             writer.close()

@@ -317,6 +317,8 @@ async def test_a_cut_connection_frees_its_watch(registry: Registry, client: Regi
 async def test_a_registry_that_is_absent_mute_or_gone_is_named(
     registry: Registry, client: RegistryClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    watching = asyncio.create_task(client.watch((await client.watch(timeout_s=0)).moment))
+    await asyncio.sleep(0.05)
     monkeypatch.setattr(module, "DEADLINE_S", 0.3)
     with hold_port() as absent:
         address = f"{LOOPBACK}:{port_of(absent)}"
@@ -325,8 +327,6 @@ async def test_a_registry_that_is_absent_mute_or_gone_is_named(
         absent.listen()  # and never answers
         with pytest.raises(RegistryError, match=r"must answer within 0\.3 s: got TimeoutError"):
             await RegistryClient(address, SECRET).watch(timeout_s=0)
-    watching = asyncio.create_task(client.watch((await client.watch(timeout_s=0)).moment))
-    await asyncio.sleep(0.05)
     await registry.close()
     await watching
     with pytest.raises(RegistryError, match="must answer within"):

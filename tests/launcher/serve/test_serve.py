@@ -227,7 +227,7 @@ def test_a_server_that_lets_other_nodes_in_without_the_secret_is_never_ready(
 async def test_a_server_that_is_busy_when_it_is_asked_for_the_secret_is_asked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "_TIMEOUT", ClientTimeout(total=0.3))
+    monkeypatch.setattr(module, "_TIMEOUT", ClientTimeout(total=2.0))
     asked: list[str] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
