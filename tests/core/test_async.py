@@ -138,6 +138,6 @@ def arealite(*words: str) -> list[str]:
 
 def completed(command: list[str]) -> str:
     """Return what a command that must succeed prints."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3000, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
