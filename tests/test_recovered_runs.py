@@ -23,7 +23,7 @@ from arealite.utils.processes import descendants, is_alive, kill_tree
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "arealite"
 STEPS, BATCH, GROUP = 4, 4, 2
-DEADLINE_S = 400
+DEADLINE_S = 1200
 pytestmark = pytest.mark.slow
 
 

@@ -31,7 +31,7 @@ from chaos.promises import Verdict, judge
 
 ALLOCATIONS = ("lite.d1p1t1+d2p1t1", "lite.d2p1t1+d1p1t1")
 SERVED_ALLOCATION = "lite.d2p1t1+d1p1t1"
-TIMEOUT_S = 900.0
+TIMEOUT_S = 1800.0
 """Of a run that hangs; one under fire takes a minute or two."""
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from hostile.common import SECRET, Report, judge_text, run_part
 
 PARTS = ("requests", "answers", "files", "code", "agents")
-TIMEOUT_S = 600.0
+TIMEOUT_S = 1800.0
 """For a part; it takes a minute, and half of it if short."""
 _FOUND = "FOUND "
 

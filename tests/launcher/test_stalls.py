@@ -22,7 +22,7 @@ from arealite.utils.processes import kill_tree, wait_gone
 
 HERE = Path(__file__).parent
 PROGRAM = HERE / "planted_stalls.py"
-DEADLINE_S = 400
+DEADLINE_S = 1200
 pytestmark = pytest.mark.slow
 
 NO_SERVER = ("allocation_mode=d1", "rollout.server_addrs=[127.0.0.1:9]")

@@ -25,7 +25,7 @@ from mistakes.judge import golden, judge, normalised, write_golden
 from mistakes.table import OF_CONFIG, OF_DATA_AND_MODEL, OF_RUNS, Mistake, prepare
 
 REPOSITORY = Path(__file__).parents[2]
-TIMEOUT_S = 300.0
+TIMEOUT_S = 900.0
 PARTS = {"config": OF_CONFIG, "check": OF_DATA_AND_MODEL, "runs": OF_RUNS}
 
 

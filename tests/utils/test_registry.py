@@ -26,7 +26,7 @@ from arealite.utils.registry import (
 from arealite.utils.secret import authorization
 
 SECRET = "secret of the run"
-SOON_S = 30.0
+SOON_S = 120.0
 """A moment, on a machine that is busy with other tests."""
 NO_ADDRESSES = (
     "",
