@@ -147,13 +147,13 @@ def test_the_trace_of_all_processes_agrees_with_the_metrics(asynchronous: Path) 
         inside = [one for one in rank_0 if one.thread == step.thread and step.began_s <= one.began_s < step.ended_s]
         times = {key: sum(one.length_s for one in inside if one.name == key[5:-2]) for key in row if "time/" in key}
         times["time/step_s"] = step.length_s
-        assert times == pytest.approx({key: row[key] for key in times}, abs=0.03)
+        assert times == pytest.approx({key: row[key] for key in times}, abs=1e-5), "by one look at the clock"
         waits = waits_of(spans, step)
         told = {kind: row.get(f"wait/{kind}_s", 0.0) for kind in ("servers", "reward", "workflow")}
         told["servers"] += row.get("wait/servers_full_s", 0.0)
-        assert {kind: waits[kind] for kind in told} == pytest.approx(told, rel=0.05, abs=0.03)
+        assert {kind: waits[kind] for kind in told} == pytest.approx(told, rel=0.05, abs=0.1)
         found = bounds(times | {f"wait/{kind}_s": waits[kind] for kind in told})
-        assert found == pytest.approx({key: row[key] for key in found}, abs=0.03)
+        assert found == pytest.approx({key: row[key] for key in found}, abs=0.1)
     names = {name: Counter(one.name for one in processes[name]) for name in PROCESSES}
     assert names["trainer-0"]["episode"] >= 24 and names["trainer-0"]["reward"] >= 96
     assert names["trainer-0"]["servers take weights"] == 5, "the first weights and those of each step"

@@ -32,7 +32,7 @@ def watch(meet: Callable[[socket.socket], None]) -> subprocess.CompletedProcess[
             f"_watch('{endpoint}', '{WORD}', 'host2', {TIMEOUT_S}); print('over')"
         )
         process = subprocess.Popen([sys.executable, "-c", code], stdout=-1, stderr=-1, text=True)
-        listener.settimeout(60)
+        listener.settimeout(300)
         meet(listener)
         out, err = process.communicate(timeout=120)
         return subprocess.CompletedProcess([], process.returncode, out, err)
