@@ -58,10 +58,9 @@ def main() -> None:
 
 def _answer(reward_fn: Any, call: bytes) -> Reply:
     try:
-        value = reward_fn(**pickle.loads(call))
+        return checked(reward_fn(**pickle.loads(call)))
     except BaseException as error:
         return "exception", explained(error)
-    return checked(value)
 
 
 def explained(error: BaseException) -> str:

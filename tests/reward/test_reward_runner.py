@@ -165,6 +165,19 @@ async def slow(completions: str, **kwargs) -> float:
     return 0.5
 
 
+class Undecided:
+    def __float__(self) -> float:
+        raise RuntimeError("no data")  # as a tensor of the meta device, or one that is complex
+
+
+def returns_what_is_undecided(**kwargs):
+    return Undecided()
+
+
+async def returns_later_what_is_undecided(**kwargs):
+    return Undecided()
+
+
 class Weighted:
     def __init__(self, weight: float) -> None:
         self.weight = weight
@@ -224,6 +237,12 @@ async def test_an_exception_comes_with_its_traceback_and_the_worker_goes_on(runn
 async def test_what_is_no_finite_number_breaks_the_contract(runner_of, value: str) -> None:
     error = await failure(runner_of(returns), value=value)
     assert error.kind == "contract" and "reward must be" in str(error)
+
+
+@pytest.mark.parametrize("reward_fn", [returns_what_is_undecided, returns_later_what_is_undecided])
+async def test_a_value_that_raises_when_it_is_read_ends_no_worker(runner_of, reward_fn) -> None:
+    error = await failure(runner_of(reward_fn))
+    assert error.kind == "exception" and "RuntimeError: no data" in str(error)
 
 
 async def test_booleans_are_numbers(runner_of) -> None:
@@ -373,6 +392,7 @@ FORGED = {
     "of another call": b'[17, "ok", 1.0]\n',
     "of no number": b'[1, "ok", NaN]\n',
     "of no known kind": b'[1, "fine", 1.0]\n',
+    "of a worker's start": b'[1, "ready", ""]\n',
     "of another form": b'{"number": 1, "kind": "ok", "value": 1.0}\n',
     "text": b"\xff\xfe\n",
     "nested": b"[" * 200_000 + b"\n",
