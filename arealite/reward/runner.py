@@ -48,7 +48,7 @@ STARTUP_TIMEOUT_S = 60.0
 _CHECK_S = 0.1  # interval of checks on a running call
 _END_S = 10.0  # deadline for the end of a process that was killed or closed its socket
 _MAX_REPLY_BYTES = 2**20
-_EXPLAINED = ("ready", "exception", "contract")  # kinds of replies whose value is text
+_EXPLAINED = ("exception", "contract")  # kinds of replies whose value is text
 _FOREIGN_REPLY = "an answer to another call or to none: the function, or a process that it has started, wrote it"
 _GIB = 2**30
 # Until the worker is imported, the standard library comes first: the user's folder may hold a json.py of its own.
@@ -324,7 +324,8 @@ class WorkerProcess:
         with contextlib.suppress(ValueError, TypeError, RecursionError):  # it may be anything
             number, kind, value = json.loads(line)
             is_number = kind == "ok" and isinstance(value, float) and math.isfinite(value)
-            if number == self._num_calls and (is_number or (kind in _EXPLAINED and isinstance(value, str))):
+            is_good = is_number if self._num_calls else kind == "ready"
+            if number == self._num_calls and (is_good or (kind in _EXPLAINED and isinstance(value, str))):
                 return kind, value
         return "crash", _FOREIGN_REPLY
 
