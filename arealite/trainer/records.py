@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from arealite.api.run_folder import RunFolder, numbered
-from arealite.utils.files import keep_rows, write_atomically
+from arealite.utils.files import keep_rows, reading, write_atomically
 
 
 def config_of_step(run: RunFolder, step: int) -> Path:
@@ -18,7 +18,8 @@ def config_of_step(run: RunFolder, step: int) -> Path:
 def write_config(run: RunFolder, text: str, *, start_step: int) -> None:
     """Write the config of the steps from `start_step` on, and keep a different one of the steps before."""
     earlier = config_of_step(run, start_step - 1)
-    before = earlier.read_text(encoding="utf-8") if start_step > 0 and earlier.exists() else text
+    with reading(earlier):
+        before = earlier.read_text(encoding="utf-8") if start_step > 0 and earlier.exists() else text
     for end, path in numbered(run.path, "config_until_", ".yaml").items():
         if end >= start_step:
             path.unlink()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from arealite.api.run_folder import RunFolder
 from arealite.trainer.records import config_of_step, write_config
+from arealite.utils.files import FileError
 
 
 def configs(folder: Path, steps: int) -> str:
@@ -27,3 +30,10 @@ def test_every_step_has_the_config_it_was_trained_under(tmp_path: Path) -> None:
     assert configs(tmp_path, 7) == "aaddddd", "the run went back behind the first change"
     write_config(run, "e", start_step=0)
     assert configs(tmp_path, 3) == "eee" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_config_that_can_not_be_read_is_named(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.config.write_bytes(b"trial_name: caf\xe9\n")
+    with pytest.raises(FileError, match=r"config\.yaml must be as its writer left it"):
+        write_config(run, "a", start_step=1)
