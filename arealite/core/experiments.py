@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
     from arealite.api.cli_args import GRPOConfig, PPOConfig
 
-TOKENS = ("input_ids", "attention_mask", "kept_ids?", "kept_counts?")
+INPUTS = ("input_ids", "attention_mask", "pixel_values?", "image_grid_thw?")
+TOKENS = (*INPUTS, "kept_ids?", "kept_counts?")
 RUNS = ("group_index", "sample_index?", "turn_rewards?")
 ROLLOUT = (*TOKENS, "loss_mask", "logprobs", "versions", "rewards", "no_eos?", *RUNS)
 
@@ -28,10 +29,10 @@ def grpo(config: GRPOConfig) -> DataFlowGraph:
 def ppo(config: PPOConfig) -> DataFlowGraph:
     """Return the calls of `gsm8k_ppo.py`: those of `grpo` and a critic, whose update runs beside the policy's."""
     calls, engines = _before_advantages(config)
-    calls += [MFC("critic_inf", "critic", "inference", FSDPPPOCritic.compute_values, TOKENS[:2], ("values",))]
+    calls += [MFC("critic_inf", "critic", "inference", FSDPPPOCritic.compute_values, INPUTS[:2], ("values",))]
     targets = ("returns", "returns_mask")
     policy = _policy(calls, targets, warmup_steps=config.critic_warmup_steps)
-    keys = (*TOKENS[:2], "group_index", "values", *targets)
+    keys = (*INPUTS[:2], "group_index", "values", *targets)
     critic = MFC("critic_train", "critic", "train_step", FSDPPPOCritic.ppo_update, keys)
     return DataFlowGraph([*calls, *policy, critic], {**engines, "critic": FSDPPPOCritic}, publishes="actor")
 
@@ -55,7 +56,7 @@ def _before_advantages(config: GRPOConfig) -> tuple[list[MFC], dict[str, type]]:
         calls += [MFC("actor_inf", "actor", "inference", logprobs, TOKENS, ("proximal_logprobs",))]
     for role in ("ref", "teacher"):
         if getattr(config, role) is not None:
-            calls += [MFC(f"{role}_inf", role, "inference", logprobs, TOKENS[:2], (f"{role}_logprobs",))]
+            calls += [MFC(f"{role}_inf", role, "inference", logprobs, INPUTS, (f"{role}_logprobs",))]
             engines[role] = FSDPPPOActor
     return calls, engines
 

@@ -65,6 +65,15 @@ def test_a_graph_has_the_calls_that_its_algorithm_needs() -> None:
     ]
 
 
+def test_the_calls_of_models_that_see_images_get_them() -> None:
+    graph = ppo(load("sync-ppo", "actor.kl_ctl=0.1", "ref={}"))
+    images = {"pixel_values", "image_grid_thw"}
+    keys = {key.removesuffix("?") for call in graph.calls for key in call.outputs} | images
+    readers = [call.name for call in graph.order() if images <= {*call.inputs_among(keys)}]
+    assert readers == ["actor_inf", "ref_inf", "advantages", "actor_train"]
+    assert images <= {*graph.source.outputs_among(keys)}
+
+
 def test_the_documented_graph_is_one() -> None:
     block = (REPOSITORY / "docs" / "core.md").read_text().split("```python\n")[1].split("```")[0]
     scope: dict[str, Any] = {}
