@@ -152,8 +152,7 @@ class Session:
 
     async def _answer(self, call: Call, answer_id: str, *, is_trained: bool) -> Answer:
         prompt = await self.tokenized(self._prompt, call, self._parent(call))
-        requests = [self._request(call, prompt) for _ in range(call.n)]
-        responses = await gathered(map(self._generate, requests))
+        responses = await gathered(map(self._generate, self._requests(call, prompt)))
         ids = [answer_id, *(f"{answer_id}.{index}" for index in range(1, call.n))]
         turns = [
             await self.tokenized(self._add, turn_id, call, prompt, response, is_trained)
@@ -207,20 +206,21 @@ class Session:
                 return NextPrompt(turn.ids + rest, prompt, turn, None)
         return NextPrompt(list(tokenizer(prompt)["input_ids"]), prompt, None, None)
 
-    def _request(self, call: Call, prompt: NextPrompt) -> ModelRequest:
-        """Make one request of the engine, within the limits of the run."""
+    def _requests(self, call: Call, prompt: NextPrompt) -> list[ModelRequest]:
+        """Make the requests of the engine, within the limits of the run."""
         config, gconfig, counts = self.model.config, self.model.gconfig, self.counts
-        if config.max_turns is not None and counts["turns"] >= config.max_turns:
-            raise self._refuse("max_turns", f"a run must have at most {config.max_turns} turns: got one more.")
+        num_turns = counts["turns"] + call.n
+        if config.max_turns is not None and num_turns > config.max_turns:
+            raise self._refuse("max_turns", f"a run must have at most {config.max_turns} turns: got {num_turns}.")
         room = [gconfig.max_new_tokens, *([call.max_tokens] if call.max_tokens else [])]
         if config.max_sampled_tokens is not None:
             if counts["tokens"] >= config.max_sampled_tokens:
                 message = f"a run must sample at most {config.max_sampled_tokens} tokens: got {counts['tokens']}."
                 raise self._refuse("max_sampled_tokens", message)
             room.append(config.max_sampled_tokens - counts["tokens"])
-        counts["turns"] += 1
-        changes = {"n_samples": 1, "max_new_tokens": min(room), "stop": call.stop or gconfig.stop}
-        return ModelRequest(prompt.ids, gconfig.new(**changes), rid=self.key, seed_key=self.seed_key)
+        counts["turns"] = num_turns
+        gconfig = gconfig.new(n_samples=1, max_new_tokens=min(room), stop=call.stop or gconfig.stop)
+        return [ModelRequest(prompt.ids, gconfig, rid=self.key, seed_key=self.seed_key) for _ in range(call.n)]
 
     def _refuse(self, limit: str, message: str) -> RefusedError:
         self.limit = limit

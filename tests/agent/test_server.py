@@ -236,6 +236,14 @@ async def test_limits_end_a_run_with_a_reason(model) -> None:
             await client.chat.completions.create(**ASKED, stream=True)
 
 
+async def test_samples_that_are_refused_together_use_up_no_turns(model) -> None:
+    async with proxied(model, max_turns=2) as (proxy, session), openai_client(proxy, session.key) as client:
+        with pytest.raises(openai.BadRequestError, match="at most 2 turns: got 3"):
+            await client.chat.completions.create(**ASKED, n=3)
+        assert len((await client.chat.completions.create(**ASKED, n=2)).choices) == 2
+    assert session.counts["turns"] == len(session.run.turns) == 2
+
+
 async def test_the_tokens_of_a_run_are_limited(model) -> None:
     async with proxied(model, max_sampled_tokens=9) as (proxy, session), openai_client(proxy, session.key) as client:
         lengths = [(await client.chat.completions.create(**ASKED)).usage.completion_tokens for _ in range(2)]
