@@ -12,6 +12,8 @@ from typing import Any
 
 import jinja2
 
+from arealite.utils.chat_text import REFUSALS
+
 _QUESTIONS = ("How much is 2 + 2?", "And how much is 3 + 3?", "Are you sure?")
 _PLAIN = "The answer is 4."
 _THOUGHT = f"<think>\nTwo and two make four.\n</think>\n\n{_PLAIN}"
@@ -80,9 +82,7 @@ def demonstration(tokenizer: Any, messages: list[dict[str, Any]]) -> dict[str, l
     if tokenizer.chat_template is None:
         raise ValueError(_NO_TEMPLATE)
     if _MARKS_TURNS.search(tokenizer.chat_template):
-        marked = tokenizer.apply_chat_template(
-            messages, return_dict=True, return_assistant_tokens_mask=True, enable_thinking=False
-        )
+        marked = _applied(tokenizer, messages, return_dict=True, return_assistant_tokens_mask=True)
         return {"input_ids": list(marked["input_ids"]), "loss_mask": list(marked["assistant_masks"])}
     text = _render(tokenizer, messages)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -107,16 +107,17 @@ def demonstration(tokenizer: Any, messages: list[dict[str, Any]]) -> dict[str, l
 def _render(
     tokenizer: Any, messages: list[dict[str, Any]], *, asks: bool = False, enable_thinking: bool = False
 ) -> str:
+    return str(_applied(tokenizer, messages, enable_thinking, tokenize=False, add_generation_prompt=asks))
+
+
+def _applied(tokenizer: Any, messages: list[dict[str, Any]], enable_thinking: bool = False, **options: Any) -> Any:
     try:
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=asks, enable_thinking=enable_thinking
-        )
-    except jinja2.TemplateError as error:
+        return tokenizer.apply_chat_template(messages, enable_thinking=enable_thinking, **options)
+    except REFUSALS as error:
         raise ValueError(
             f"the chat template must take the conversations of the data: got {error}. Change their roles, or "
             "train_dataset.system_prompt."
         ) from error
-    return str(text)
 
 
 def certify(tokenizer: Any, *, end_ids: Collection[int]) -> Certificate:

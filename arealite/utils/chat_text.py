@@ -14,8 +14,8 @@ import jinja2
 SENTINEL = "zqsentinelqz"
 _ASKED = {"role": "user", "content": "How much is 2 + 2?"}
 _AGAIN = {"role": "user", "content": "And how much is 3 + 3?"}
-# What templates raise for what they can't write.
-_REFUSALS = (jinja2.TemplateError, TypeError, KeyError, AttributeError)
+REFUSALS = (jinja2.TemplateError, TypeError, KeyError, AttributeError)
+"""What templates raise for what they can't write."""
 
 Message = dict[str, Any]
 
@@ -67,7 +67,7 @@ class ChatText:
                     enable_thinking=self.enable_thinking,
                 )
             )
-        except _REFUSALS as error:
+        except REFUSALS as error:
             raise ValueError(
                 f"messages must be such as the chat template of the model takes: got {error}. Change their roles, "
                 "their order or their content."

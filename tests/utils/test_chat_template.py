@@ -202,6 +202,18 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_by_name(styled) -> No
     assert taught(tokenizer, demonstration(tokenizer, CHAT[2:])) == "4½<|im_end|>"
 
 
+@pytest.mark.parametrize(
+    ("template", "reason"), [("{{ raise_exception('no such role') }}", "no such role"), ("{{ 1 in 2 }}", ".*iterable")]
+)
+@pytest.mark.parametrize("marked", ["", "{% generation %}{% endgeneration %}"])
+def test_a_conversation_that_the_template_refuses_is_refused_with_what_to_do(
+    tokenizer, marked, template, reason
+) -> None:
+    tokenizer.chat_template = marked + template
+    with pytest.raises(ValueError, match=f"must take the conversations of the data: got {reason}. Change their roles"):
+        demonstration(tokenizer, CHAT)
+
+
 def test_a_template_that_marks_what_the_model_writes_is_believed(tokenizer) -> None:
     marked = "{% generation %}" + TURN.partition("<|end|>")[0] + "<|end|>{% endgeneration %}"
     tokenizer.chat_template = "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>" + (
