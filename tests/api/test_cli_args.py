@@ -417,6 +417,12 @@ def test_old_keys_are_not_looked_for_among_the_options_of_other_programs(tmp_pat
     assert "s3cr3t" not in told
 
 
+def test_a_port_that_no_computer_has_is_refused(tmp_path: Path) -> None:
+    told = refusal(tmp_path, MINIMAL, "agent.online.port=65536")
+    assert "agent.online.port must be" in told and "65535: got 65536" in told
+    assert load(tmp_path, MINIMAL, "agent.online.port=65535").agent.online.port == 65535
+
+
 def test_a_misspelt_mode_of_a_logger_is_refused(tmp_path: Path) -> None:
     told = refusal(tmp_path, MINIMAL, "stats_logger.wandb.mode=ofline")
     assert "stats_logger.wandb.mode must be one of disabled, online, offline, shared: got ofline" in told

@@ -15,6 +15,7 @@ from arealite.api.config.types import (
     Fraction,
     NonNegative,
     NonNegativeInt,
+    Port,
     Positive,
     PositiveFraction,
     PositiveInt,
@@ -190,7 +191,7 @@ class OnlineConfig(ConfigBase):
 
     host: str = "127.0.0.1"
     """Address to listen on. One that other nodes reach shows keys and texts to whoever can listen on the network."""
-    port: NonNegativeInt = 0
+    port: Port = 0
     """Port to listen on; 0 is any free one, which the log names."""
     idle_s: Positive = 300.0
     """Seconds without a request after which a session is dropped."""

@@ -91,6 +91,7 @@ Bool = Annotated[bool, Strict()]
 _Integer = Annotated[int, Strict()]
 NonNegativeInt = Annotated[_Integer, Ge(0)]
 PositiveInt = Annotated[_Integer, Gt(0)]
+Port = Annotated[_Integer, Ge(0), Le(65535)]
 
 _NUMBER = BeforeValidator(_refuse_bool)  # last, so that pydantic knows the ranges also where it makes a schema
 Finite = Annotated[float, _NUMBER]
