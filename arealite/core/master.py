@@ -165,7 +165,7 @@ class Master:
             call.inputs_among(batch.keys()),
             name=call.name,
             kwargs=call.kwargs,
-            output=call.outputs[0].removesuffix("?") if len(call.outputs) == 1 else None,
+            output=call.outputs[0] if len(call.outputs) == 1 else None,
             after=[tasks[one].pieces for one in call.after],
             step=step,
         )

@@ -42,7 +42,7 @@ class Call:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     batch: RemoteBatch | None = None
-    output: str | None = None  # name of the tensor that it returns
+    output: str | None = None  # name of the tensor that it returns; one that ends in `?` may be absent
     after: Sequence[Pieces] = ()  # of calls that must have ended before it starts
     redo: Redo = "in_step"
     timeout_s: float | None = None  # None is that of the group
@@ -148,7 +148,12 @@ class Worker:
                         f"a tensor that a call returns must have a name: got one of {name}. Pass output=... to call, "
                         "or declare exactly one output."
                     )
-                batch[call.output], value = value, None
+                batch[call.output.removesuffix("?")], value = value, None
+            elif not (call.output or "?").endswith("?") and call.output not in batch:
+                kind = type(value).__name__
+                raise ValueError(
+                    f"{name} must return a tensor, {call.output}: got {kind}. Return it, or add it to the batch."
+                )
             made = tuple(key for key, tensor in batch.items() if not _is_as_before(tensor, *before.get(key, (None, 0))))
             results[:] = [pack(one, made) for one in cut(batch, parts, made)] if made else results
             sizes = [array.values.nbytes for piece in (*pieces, *results) for array in piece.values()]

@@ -63,6 +63,28 @@ def test_what_a_function_writes_into_a_column_counts_as_made(rows_of_parts: list
     assert torch.cat([part["advantages"] for part in parts]).tolist() == [[0.0, 0.0, 0.0], [7.0, 0.0, 0.0]]
 
 
+def score(engine: Engine, batch: TensorDict, *, how: str) -> torch.Tensor | None:
+    if how == "adds it":
+        batch["scores"] = batch["rewards"]
+    return batch["rewards"] if how == "returns it" else None
+
+
+@pytest.mark.parametrize("how", ["returns it", "adds it", "forgets it"])
+@pytest.mark.parametrize("output", ["scores", "scores?"])
+def test_the_output_of_a_call_must_be_made_unless_it_may_be_absent(output: str, how: str) -> None:
+    worker, keys = Worker.__new__(Worker), ("attention_mask", "rewards")
+    worker._engines = {"actor": Engine()}
+    columns = {"attention_mask": torch.ones(2, 3, dtype=torch.bool), "rewards": torch.tensor([1.0, 3.0])}
+    piece = pack(TensorDict(columns, batch_size=[2]), keys)
+    layout = ({key: key for key in keys},)
+    call = Call("actor.score", "actor", score, kwargs={"how": how}, output=output, layout=layout)
+    if (output, how) == ("scores", "forgets it"):
+        with pytest.raises(ValueError, match="score must return a tensor, scores: got NoneType"):
+            worker._do(call, [piece], [{}])
+    else:
+        assert worker._do(call, [piece], [{}]).made == (() if how == "forgets it" else ("scores",))
+
+
 class BadRow(Exception):
     """Can't be unpickled, as exceptions are made again of their `args`."""
 
