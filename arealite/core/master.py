@@ -186,7 +186,7 @@ class Master:
         if not calls:
             return self.workers.metrics()
         last = summary(calls, [group.spec.name for group in self.workers.groups])
-        seconds = {f"time/{one.call}_s": one.seconds for one in calls}
+        seconds = {f"core/{one.call}_s": one.seconds for one in calls}
         idle = {f"core/idle_{group}": share for group, share in last.idle.items()}
         of_all = {"core/overlap": last.overlap, "core/moved_mib": last.moved_mib}
         return seconds | idle | of_all | self.workers.metrics()

@@ -108,7 +108,7 @@ def test_page_metrics_and_log_agree_on_the_calls_of_a_step(run: Path, measured: 
     for step, row in enumerate(metrics(run)):
         of_step = [one for one in calls if one.step == step]
         assert row["core/overlap"] == pytest.approx(overlap(of_step))
-        assert {one.call: row[f"time/{one.call}_s"] for one in of_step} == pytest.approx(
+        assert {one.call: row[f"core/{one.call}_s"] for one in of_step} == pytest.approx(
             {one.call: one.seconds for one in of_step}
         )
     page = (run / "graph.html").read_text()

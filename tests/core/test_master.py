@@ -15,11 +15,13 @@ from arealite.core.experiments import ppo
 from arealite.core.graph import MFC, DataFlowGraph
 from arealite.core.group import Task
 from arealite.core.master import Master
+from arealite.core.records import CallLog, CallRecord
 from arealite.core.sources import Episodes
 from arealite.core.worker import Call, Outcome
 from arealite.core.workers import Workers
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.utils.distributed import join_default_group, leave_default_group
+from arealite.viewer.charts import charts
 
 CONFIG = Path(__file__).parents[2] / "training" / "configs" / "sync-ppo.yaml"
 KEYS = ("input_ids", "attention_mask")
@@ -102,3 +104,26 @@ def test_metrics_of_the_workflow_need_no_key_of_the_graph() -> None:
     master.engines = {"actor": Trained()}
     remote.update(dict.fromkeys(KEYS, Column(Pieces([]), "")))
     assert master.run_graph(remote) == {"policy/loss": 0.5, "workflow/num_turns": 3.0, "rewards/format": 0.5}
+
+
+class Ended:
+    """Workers that have done a call."""
+
+    groups = ()
+
+    def take_records(self) -> list[CallRecord]:
+        took = {"begin": 0.0, "end": 4.0, "moved_mib": 0.0, "attempt": 1, "machines": ()}
+        return [CallRecord(step=0, call="actor_train", role="actor", group="actor", **took)]
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+
+def test_the_seconds_of_calls_are_no_parts_of_a_step_beside_those_in_which_they_ran(tmp_path: Path) -> None:
+    master = Master(load(), graph("actor"))
+    master.workers, master._log = Ended(), CallLog(tmp_path / "calls.jsonl")
+    metrics = master._measure()
+    assert metrics["core/actor_train_s"] == 4.0
+    row = {"step": 0, "time/step_s": 6.0, "time/train_s": 5.0} | metrics
+    (chart,) = [one for one in charts([row], staleness_bound=None) if one["title"] == "Time per step"]
+    assert {trace["name"]: trace["y"] for trace in chart["traces"]} == {"train": [5.0], "other": [1.0]}
