@@ -38,6 +38,7 @@ from arealite.utils.files import aside, empty_folder, explain, file_entries, fil
 from arealite.utils.frequency import Frequency
 from arealite.utils.heartbeat import waiting
 from arealite.utils.seeding import rng_state, set_rng_state
+from arealite.utils.sentences import listed
 
 logger = logging.getLogger("arealite.recover")
 
@@ -220,6 +221,11 @@ class Recover:
             raise CheckpointError(
                 f"{path} must hold the state of {' and '.join(self._engines)}: got that of "
                 f"{' and '.join(facts['engines'])}. Use the configuration of the run."
+            )
+        if missing := [name for name in self._parts if name not in facts]:
+            raise CheckpointError(
+                f"{path} must hold the state of {listed(self._parts)}: got none of {listed(missing)}. Load the objects "
+                "that the run has saved, or start afresh with recover.mode=disabled."
             )
         for name, engine in self._engines.items():
             engine.read_state(str(path / name))

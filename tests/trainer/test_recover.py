@@ -275,14 +275,24 @@ def test_a_checkpoint_of_somebody_else_is_refused(folder: Path, monkeypatch: pyt
     assert checkpoints(folder) == ["step_1", "step_3"]
 
 
-def test_another_format_is_refused(model: str, folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "facts", "told"),
+    [
+        ("format", {"format": 0}, "must have format 3: got 0"),
+        ("saver", {}, "step_3 must hold the state of dataloader, recover, saver and rollout: got none of saver. Load"),
+    ],
+)
+def test_what_another_version_or_script_wrote_is_refused(
+    model: str, folder: Path, name: str, facts: dict[str, Any], told: str
+) -> None:
     path = folder / "e/t/recover/step_3"
-    facts = json.loads((path / "state.json").read_text())
-    (path / "state.json").write_text(json.dumps(facts | {"format": 0}))
+    kept = json.loads((path / "state.json").read_text())
+    del kept[name]
+    (path / "state.json").write_text(json.dumps(kept | facts))
     changed = path.rename(path.with_name("changed"))
     entries = json.loads((changed / "manifest.json").read_text())["files"]
     publish(changed, path, entries | file_entries(changed, ["state.json"]))
-    with pytest.raises(CheckpointError, match="must have format 3: got 0"):
+    with pytest.raises(CheckpointError, match=told):
         train(model, folder, steps=5)
 
 
