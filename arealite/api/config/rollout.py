@@ -212,7 +212,7 @@ class AgentConfig(ConfigBase):
     max_turns: PositiveInt | None = None
     """Most turns of one run; None is any number."""
     max_sampled_tokens: PositiveInt | None = None
-    """Most tokens that one run may sample; None is any number."""
+    """Most tokens that one run may sample; requests at once may each take what is left. None is any number."""
     on_limit: Literal["train", "reject"] = "train"
     """What becomes of a run whose agent fails after a call was refused for `max_turns`, `max_sampled_tokens` or the
     context: trained on with a reward of 0, or rejected with its group. An agent that ends by itself is rewarded as
