@@ -236,6 +236,15 @@ async def test_limits_end_a_run_with_a_reason(model) -> None:
             await client.chat.completions.create(**ASKED, stream=True)
 
 
+async def test_a_wrong_option_of_a_stream_is_refused_before_anything_is_sampled(model) -> None:
+    async with proxied(model) as (proxy, session), openai_client(proxy, session.key) as client:
+        for ask in (client.chat.completions, client.completions):
+            asked = ASKED if ask is client.chat.completions else {"model": "m", "prompt": "Hi"}
+            with pytest.raises(openai.BadRequestError, match="stream_options must be of type dict"):
+                await ask.create(**asked, stream=True, stream_options="usage")
+    assert not model.responses and not session.run.turns
+
+
 async def test_samples_that_are_refused_together_use_up_no_turns(model) -> None:
     async with proxied(model, max_turns=2) as (proxy, session), openai_client(proxy, session.key) as client:
         with pytest.raises(openai.BadRequestError, match="at most 2 turns: got 3"):

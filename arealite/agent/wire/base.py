@@ -48,6 +48,11 @@ class Call:
     n: int = 1
     parent: str | None = None
     """Id of the turn that this one continues, if the client names it."""
+    wants_usage: bool = field(init=False)
+    """Whether a stream ends with the numbers of tokens."""
+
+    def __post_init__(self) -> None:
+        self.wants_usage = bool(read(self.body, "stream_options", dict, {}).get("include_usage"))
 
     @property
     def model(self) -> str:
@@ -56,11 +61,6 @@ class Call:
     @property
     def wants_logprobs(self) -> bool:
         return self.body.get("logprobs") not in (None, False)
-
-    @property
-    def wants_usage(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
-        return bool(read(self.body, "stream_options", dict, {}).get("include_usage"))
 
     @property
     def not_obeyed(self) -> list[str]:
