@@ -164,7 +164,8 @@ class ProcessAgent(Agent):
             self._idle.append(worker)
         if kind != "ok":
             place, _, text = str(value).partition("\n")
-            error = AgentError(f"agent {self._name} must not raise: got {text.strip().splitlines()[-1]}\n{text}")
+            _, _, last = text.strip().rpartition("\n")
+            error = AgentError(f"agent {self._name} must not raise: got {last}\n{text}")
             error.add_note(f"It was raised at {place}")
             raise error
         return POSTED

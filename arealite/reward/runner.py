@@ -112,7 +112,8 @@ class RewardRunner:
             value = f"must return within {self.timeout:g} s: got no result. Make it faster or raise reward_timeout."
         elif kind == "exception":
             place, _, value = value.partition("\n")
-            value = f"must not raise: got {value.strip().splitlines()[-1]}\n{value}"
+            _, _, last = value.strip().rpartition("\n")
+            value = f"must not raise: got {last}\n{value}"
         elif kind == "crash":
             value = f"must run in a healthy process: got {value}."
         raise RewardError(f"reward function {self.name} {value}", kind=kind, place=place or self._place)

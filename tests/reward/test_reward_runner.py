@@ -411,6 +411,13 @@ async def test_a_reply_that_is_none_fails_its_call_by_the_deadline(runner_of, re
     assert error.kind == ("timeout" if is_unfinished else "crash")
 
 
+@pytest.mark.parametrize("text", ["", "a line"])
+async def test_an_exception_that_is_reported_without_a_traceback_is_one(runner_of, text: str) -> None:
+    runner = runner_of(writes_to_the_socket, num_workers=1, timeout=3.0)
+    error = await failure(runner, completions="", reply=b'[1, "exception", "%s"]\n' % text.encode())
+    assert error.kind == "exception" and "must not raise" in str(error)
+
+
 async def test_what_a_reward_function_sends_is_never_unpickled(runner_of, tmp_path) -> None:
     note = tmp_path / "note"
     message = pickle.dumps(Command(str(note)))
