@@ -119,7 +119,7 @@ class Attempts(Protocol):
     """Where attempts run: in this process, or in others."""
 
     async def run(self, episode: Episode) -> Outcome:
-        """Run one attempt in the caller's task, and return how it ended."""
+        """Run one attempt, which ends with the caller's task, and return how it ended."""
 
 
 @dataclass(frozen=True)
@@ -131,22 +131,47 @@ class LocalAttempts:
     is_evaluation: bool = False
 
     async def run(self, episode: Episode) -> Outcome:
-        """Run one attempt in the caller's task, and return how it ended."""
+        """Run one attempt, in a task whose cancellation by the workflow is not taken for one of the caller's."""
+        timeout_s = self.config.episode_timeout
+        outcome: Outcome
         try:
-            returned = await _run_workflow(self.engine, episode, timeout_s=self.config.episode_timeout)
-            return BY_WORKFLOW if returned is None else self._judged(episode, returned)
-        except AbandonedError as error:
-            return error.reason
+            async with asyncio.timeout(timeout_s) as deadline:
+                episode.deadline = deadline
+                outcome = await asyncio.create_task(self._run(episode))
+        except TimeoutError as error:
+            outcome = error
         except asyncio.CancelledError as error:
             if (task := asyncio.current_task()) is None or task.cancelling() > 0:
                 raise
-            failure = EpisodeError("a workflow or filter must not cancel itself: a task it awaited was cancelled.")
-            failure.__cause__ = error
-            return failure
+            outcome = EpisodeError("a workflow or filter must not cancel itself, nor await a task that is cancelled.")
+            outcome.__cause__ = error
+        if isinstance(outcome, KeyboardInterrupt | SystemExit):
+            raise outcome from None
+        if isinstance(outcome, BaseException) and deadline.expired():
+            late = EpisodeTimeoutError(
+                f"an episode must end within rollout.episode_timeout = {timeout_s:g} s: prompt {episode.prompt_id} did "
+                "not. Raise it, or shorten the episode."
+            )
+            late.__cause__ = outcome
+            return late
+        return outcome
+
+    async def _run(self, episode: Episode) -> Outcome:
+        """Return how the workflow ended, also as an exception that ends the event loop."""
+        prompt = episode.prompt
+        assert prompt.workflow is not None, f"prompt {prompt.prompt_id} has no workflow"
+        current_episode.set(episode)
+        try:
+            with running(str(prompt.prompt_id)), activity.episode(str(prompt.prompt_id)):
+                returned = await prompt.workflow.arun_episode(self.engine, prompt.row)
+            return BY_WORKFLOW if returned is None else self._judged(episode, returned)
+        except AbandonedError as error:
+            return error.reason
+        except asyncio.CancelledError:
+            raise
         except BaseException as error:  # a panic of Rust or a GeneratorExit is no Exception
-            if interrupts := BaseExceptionGroup("", [error]).subgroup((KeyboardInterrupt, SystemExit)):
-                raise first(interrupts) from None
-            return error
+            interrupts = BaseExceptionGroup("", [error]).subgroup((KeyboardInterrupt, SystemExit))
+            return error if interrupts is None else first(interrupts)
 
     def _judged(self, episode: Episode, returned: object) -> TensorDict | str:
         """Return a trajectory that keeps the contract, or why it was rejected."""
@@ -191,7 +216,7 @@ class EpisodeRunner:
         return Episode(prompt, prompt.attempt, head_version, self.config.seed)
 
     async def run(self, episode: Episode) -> Outcome:
-        """Run one attempt in the caller's task, and return how it ended."""
+        """Run one attempt, which ends with the caller's task, and return how it ended."""
         outcome = await self.attempts.run(episode)
         self.sampled_rewards.extend(episode.rewards)
         try:
@@ -243,21 +268,3 @@ class EpisodeRunner:
         """Raise if a budget is spent, or the ledger could not be written."""
         self.budgets.check()
         self.ledger.check()
-
-
-async def _run_workflow(engine: InferenceEngine, episode: Episode, *, timeout_s: float) -> object:
-    prompt = episode.prompt
-    assert prompt.workflow is not None, f"prompt {prompt.prompt_id} has no workflow"
-    current_episode.set(episode)
-    try:
-        async with asyncio.timeout(timeout_s) as deadline:
-            episode.deadline = deadline
-            with running(str(prompt.prompt_id)), activity.episode(str(prompt.prompt_id)):
-                return await prompt.workflow.arun_episode(engine, prompt.row)
-    except TimeoutError as error:
-        if not deadline.expired():
-            raise
-        raise EpisodeTimeoutError(
-            f"an episode must end within rollout.episode_timeout = {timeout_s:g} s: prompt {prompt.prompt_id} did "
-            "not. Raise it, or shorten the episode."
-        ) from error

@@ -340,11 +340,7 @@ class RolloutExecutor:
         self._advance()
 
     async def _run(self, episode: Episode) -> None:
-        outcome: Outcome
-        try:
-            outcome = await self._runner.run(episode)
-        except GeneratorExit as error:  # of a task that a workflow awaits: it closes all that await it but us
-            outcome = error
+        outcome: Outcome = await self._runner.run(episode)
         if self._running.pop(episode, None) is None:
             return  # dropped meanwhile
         if isinstance(outcome, TensorDict) and self._account.is_overdue(episode.head_version):

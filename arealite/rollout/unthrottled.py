@@ -8,7 +8,7 @@ import asyncio
 import logging
 
 from arealite.api.errors import EpisodeError
-from arealite.rollout.episode import Episode, EpisodeRunner, Keep, Outcome
+from arealite.rollout.episode import Episode, EpisodeRunner, Keep
 from arealite.rollout.prompts import Prompt
 from arealite.rollout.staleness import StalenessAccount
 
@@ -86,11 +86,7 @@ async def _run_to_the_end(
     """Return the accepted episode; None if it was rejected or failed."""
     while True:
         episode = runner.start(prompt, head_version)
-        outcome: Outcome
-        try:
-            outcome = await runner.run(episode)
-        except GeneratorExit as error:  # of a task that a workflow awaits: it closes all that await it but us
-            outcome = error
+        outcome = await runner.run(episode)
         if not runner.end(episode, outcome):
             break
     if isinstance(outcome, BaseException | str):

@@ -646,6 +646,54 @@ def test_a_task_that_ends_as_a_generator_does_fails_its_prompt_only(
     assert is_evaluation or engine.executor.metrics()["rollout/failed_workflow"] == 1
 
 
+class CancellingWorkflow(WaitingWorkflow):
+    """Cancels its own task for the first prompt, and then does what the row says."""
+
+    async def arun_episode(self, engine: InferenceEngine, data: Row) -> TensorDict | None:
+        if data["prompt_id"].index == 0:
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            try:
+                await asyncio.sleep(0)
+            except asyncio.CancelledError:  # as a library does that never calls `uncancel`
+                if not data["swallows"]:
+                    raise
+            await asyncio.sleep(3600)
+        return await super().arun_episode(engine, data)
+
+
+@pytest.mark.parametrize("is_evaluation", [False, True])
+@pytest.mark.parametrize("swallows", [False, True])
+def test_a_workflow_that_cancels_its_own_task_fails_its_prompt_only(
+    start: Callable[..., IdleEngine], swallows: bool, is_evaluation: bool
+) -> None:
+    engine = start(consumer_batch_size=2, episode_retries=0, max_failed_share=1.0, episode_timeout=5.0)
+    prompts = rows(3, swallows=swallows)
+    if is_evaluation:
+        batch = engine.executor.run_all(prompts, CancellingWorkflow(), is_evaluation=True)
+    else:
+        batch = engine.executor.prepare_batch([prompts], CancellingWorkflow())
+        while engine.executor.stats.running:
+            time.sleep(0.01)
+        assert engine.executor.metrics()[f"rollout/failed_{'timeout' if swallows else 'workflow'}"] == 1
+    assert prompts_of(batch) == [1, 2]
+
+
+def test_a_workflow_that_fails_as_its_deadline_ends_it_has_timed_out(start: Callable[..., IdleEngine]) -> None:
+    class Raising(WaitingWorkflow):
+        async def arun_episode(self, engine: InferenceEngine, data: Row) -> TensorDict | None:
+            try:
+                await asyncio.sleep(3600 if data["prompt_id"].index == 0 else 0)
+            except asyncio.CancelledError:
+                raise ValueError("no reply") from None
+            return await super().arun_episode(engine, data)
+
+    engine = start(consumer_batch_size=2, episode_retries=0, max_failed_share=1.0, episode_timeout=5.0)
+    engine.executor.run_all(rows(3), Raising())
+    assert engine.executor.metrics()["rollout/failed_timeout"] == 1
+
+
 def test_a_filter_that_cancels_fails_its_prompt(start: Callable[..., IdleEngine]) -> None:
     engine = start(consumer_batch_size=2, episode_retries=0)
 
