@@ -181,7 +181,10 @@ class WeightReceiver:
         self.num_bytes += await in_thread(lambda: sum(one.stat().st_size for one in Path(path).glob("*.safetensors")))
         sent = self._holders.sent(meta)
         await self._verify(lambda one: self._backend.reload(one, path, version, sent), servers)
-        await in_thread(shutil.rmtree, path)
+        try:
+            await in_thread(shutil.rmtree, path)
+        except OSError as error:  # e.g. NFS keeps files that a server has open; all servers have the weights
+            logger.warning("the checkpoint of weights %d stays in %s: %s", version, path, error)
 
     # By broadcast
 

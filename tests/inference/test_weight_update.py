@@ -489,6 +489,23 @@ def test_wrong_weights_are_known_by_the_status_and_not_by_words(
     assert engine.receiver._update.is_wrong == (status == 409)
 
 
+def test_a_checkpoint_that_can_not_be_removed_is_reported_once_all_servers_have_it(
+    stack: contextlib.ExitStack, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = ScriptedServer()
+    engine = connect(stack, server)
+    (tmp_path / "stored").mkdir()
+    (tmp_path / "stored" / "weights").write_text("seven")
+    path = tmp_path / "link"  # which no `rmtree` removes, as it does no folder of NFS in which a file is open
+    path.symlink_to(tmp_path / "stored")
+    meta = WeightUpdateMeta(type="disk", path=str(path), version=7, timeout_s=60.0)
+    future = engine.update_weights(meta)
+    meta.uploaded.set_result(None)
+    future.result(120)
+    assert server.weights == {"disk": "seven"} and not server.is_paused
+    assert any(f"the checkpoint of weights 7 stays in {path}: " in message for message in caplog.messages)
+
+
 def test_servers_are_told_of_a_group_only_when_its_sender_listens(stack: contextlib.ExitStack) -> None:
     """SGLang would wait for one that never does, and answer nothing else meanwhile."""
     server = ScriptedServer()
