@@ -263,16 +263,19 @@ class WeightReceiver:
 
     async def _join(self, plan: BroadcastPlan) -> None:
         """Let all servers join the groups once rank 0 listens, as SGLang would wait for it without a deadline."""
+        why: object = "no answer"
         try:
             async with asyncio.timeout_at(self._update.deadline):
                 while True:
-                    with contextlib.suppress(OSError):
+                    try:
                         _, writer = await asyncio.open_connection(plan.address, plan.port)
                         writer.close()
                         break
+                    except OSError as error:
+                        why = error
                     await asyncio.sleep(_LISTEN_PAUSE_S)
         except TimeoutError:
-            raise TimeoutError("the sender did not listen") from None
+            raise TimeoutError(f"the sender did not listen: {why}") from None
 
         async def join(group: str, server: ServerConnection) -> None:
             await self._backend.join(server, plan.place_of(server.address, group), self._update.meta.timeout_s)
