@@ -42,11 +42,10 @@ class UnthrottledBatches:
             return episodes
         logger.warning("%d evaluation episodes saw older weights than %d: they run again", len(outdated), newest)
         prompts = [Prompt(one.prompt_id, one.row, one.workflow, attempt=one.attempt) for one in outdated.values()]
-        again = await self._run(runner, prompts, head_version=newest)
-        newer = {version for one in again for version in _versions(one)} - {newest}
-        if newer or len(again) < len(outdated):
+        again = await self._run(runner, prompts, head_version=0)
+        if others := {version for one in again for version in _versions(one)} - {newest}:
             raise EpisodeError(
-                f"an evaluation must use one version of the weights: got {newest} and {sorted(newer) or 'older ones'}. "
+                f"an evaluation must use one version of the weights: got {newest} and {sorted(others)}. "
                 "Publish weights to every server, and not during an evaluation."
             )
         return [one for one in episodes if one not in outdated] + again

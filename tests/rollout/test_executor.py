@@ -1152,6 +1152,22 @@ def test_an_evaluation_has_one_version(start: Callable[..., IdleEngine]) -> None
         engine.executor.run_all(rows(3, is_always_late=True), OneIsLate(), is_evaluation=True)
 
 
+def test_an_evaluation_loses_only_the_prompt_that_fails_when_it_runs_again(start: Callable[..., IdleEngine]) -> None:
+    engine = start(consumer_batch_size=1)
+    asked: list[int] = []
+
+    class OneIsLate(WaitingWorkflow):
+        async def arun_episode(self, engine: InferenceEngine, data: Row) -> TensorDict | None:
+            index = data["prompt_id"].index
+            asked.append(index)
+            if asked.count(1) == 2:
+                return None
+            return waiting_trajectory(index, 2 if index == 1 else 3)
+
+    batch = engine.executor.run_all(rows(3), OneIsLate(), is_evaluation=True)
+    assert prompts_of(batch) == [0, 2] and sorted(asked) == [0, 1, 1, 2]
+
+
 def test_close_is_quick_and_cancels(start: Callable[..., IdleEngine]) -> None:
     engine = start(consumer_batch_size=64)
     started: list[Row] = []
