@@ -72,7 +72,7 @@ class RolloutExecutor:
         self._tasks = BackgroundTasks("the accounting of an episode", logger, on_failure=self._wake)
         self._ready = ReadyEpisodes(self._account, self._ledger, self._runner.budgets, self._advance)
         self._changed = asyncio.Event()
-        self._unthrottled = UnthrottledBatches(self._account, self._changed)
+        self._unthrottled = UnthrottledBatches(self._account, self._changed, config.episode_timeout + _GRACE_S)
         self._is_paused = False
         self._is_closed = False
         self._is_starting = False  # more will start in the next turn of the loop

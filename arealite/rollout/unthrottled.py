@@ -6,8 +6,9 @@ holds completions of one version of the weights only.
 
 import asyncio
 import logging
+from collections.abc import Callable
 
-from arealite.api.errors import EpisodeError
+from arealite.api.errors import EpisodeError, EpisodeTimeoutError
 from arealite.rollout.episode import Episode, EpisodeRunner, Keep
 from arealite.rollout.prompts import Prompt
 from arealite.rollout.staleness import StalenessAccount
@@ -16,11 +17,13 @@ logger = logging.getLogger("arealite.rollout")
 
 
 class UnthrottledBatches:
-    def __init__(self, account: StalenessAccount, changed: asyncio.Event) -> None:
+    def __init__(self, account: StalenessAccount, changed: asyncio.Event, stalled_s: float) -> None:
+        """A wait gives up after `stalled_s` seconds in which no episode starts or ends."""
         self._account = account  # only for its concurrency limit
         self._changed = changed
+        self._stalled_s = stalled_s
         self._num_running = 0
-        self._has_failed = False  # whether an episode of the batch has raised, not only failed
+        self._attempts: set[Episode] = set()  # that run now
 
     async def train(self, runner: EpisodeRunner, prompts: list[Prompt], version: int) -> list[Episode]:
         """Run episodes whose accepted results are trained on at this version."""
@@ -56,46 +59,74 @@ class UnthrottledBatches:
         """Return the episodes that were accepted; the first error ends all others."""
         runner.ledger.issue(prompts, cursor=None, is_counted=False)
         tasks: list[asyncio.Task[Episode | None]] = []
-        self._has_failed = False
+        left: set[asyncio.Task[Episode | None]] = set()
+        errors: list[BaseException] = []
+
+        def forget(task: asyncio.Task[Episode | None]) -> None:
+            self._num_running -= 1
+            left.remove(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                errors.append(error)
+            self._wake()
+
         try:
             for prompt in prompts:
-                while self._num_running >= self._account.max_concurrent:
-                    await self._changed.wait()
-                if self._has_failed:
+                await self._until(lambda: self._num_running < self._account.max_concurrent)
+                if errors:
                     break
                 runner.check()
                 self._num_running += 1
-                tasks.append(asyncio.create_task(_run_to_the_end(runner, prompt, head_version, keep)))
-                tasks[-1].add_done_callback(self._forget)
-            return [one for one in await asyncio.gather(*tasks) if one is not None]
+                tasks.append(asyncio.create_task(self._run_to_the_end(runner, prompt, head_version, keep)))
+                left.add(tasks[-1])
+                tasks[-1].add_done_callback(forget)
+            await self._until(lambda: bool(errors) or not left)
+            if errors:
+                raise errors[0]
+            return [one for task in tasks if (one := task.result()) is not None]
         finally:
             for task in tasks:
                 task.cancel()
 
-    def _forget(self, task: asyncio.Task[Episode | None]) -> None:
-        self._num_running -= 1
-        self._has_failed |= not task.cancelled() and task.exception() is not None
+    async def _run_to_the_end(
+        self, runner: EpisodeRunner, prompt: Prompt, head_version: int, keep: Keep | None
+    ) -> Episode | None:
+        """Return the accepted episode; None if it was rejected or failed."""
+        is_over = False
+        while not is_over:
+            episode = runner.start(prompt, head_version)
+            self._attempts.add(episode)
+            try:
+                outcome = await runner.run(episode)
+            finally:
+                self._attempts.remove(episode)
+            is_over = not runner.end(episode, outcome)
+            self._wake()
+        if isinstance(outcome, BaseException | str):
+            runner.budgets.check()
+            return None
+        runner.budgets.accept()
+        if keep is not None:
+            keep(episode)
+            del episode.trajectory
+        return episode
+
+    async def _until(self, is_so: Callable[[], bool]) -> None:
+        while not is_so():
+            try:
+                async with asyncio.timeout(self._stalled_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                # Requests that wait for any server have a deadline of their own.
+                if not any(one.num_waiting_for_servers for one in self._attempts):
+                    raise EpisodeTimeoutError(
+                        f"an episode must start or end every {self._stalled_s:g} s: got none, with "
+                        f"{len(self._attempts)} running. Look at the workflow: its deadline cancels it, which it must "
+                        "not catch."
+                    ) from None
+
+    def _wake(self) -> None:
         self._changed.set()  # wakes those who wait now, not later ones
         self._changed.clear()
-
-
-async def _run_to_the_end(
-    runner: EpisodeRunner, prompt: Prompt, head_version: int, keep: Keep | None
-) -> Episode | None:
-    """Return the accepted episode; None if it was rejected or failed."""
-    while True:
-        episode = runner.start(prompt, head_version)
-        outcome = await runner.run(episode)
-        if not runner.end(episode, outcome):
-            break
-    if isinstance(outcome, BaseException | str):
-        runner.budgets.check()
-        return None
-    runner.budgets.accept()
-    if keep is not None:
-        keep(episode)
-        del episode.trajectory
-    return episode
 
 
 def _versions(episode: Episode) -> set[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import itertools
 import os
@@ -1166,6 +1167,25 @@ def test_an_evaluation_loses_only_the_prompt_that_fails_when_it_runs_again(start
 
     batch = engine.executor.run_all(rows(3), OneIsLate(), is_evaluation=True)
     assert prompts_of(batch) == [0, 2] and sorted(asked) == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("is_evaluation", [False, True])
+def test_a_batch_gives_up_when_a_workflow_catches_what_ends_it(
+    start: Callable[..., IdleEngine], monkeypatch: pytest.MonkeyPatch, is_evaluation: bool
+) -> None:
+    monkeypatch.setattr(executor_module, "_GRACE_S", 0.1)
+    engine, may_end = start(consumer_batch_size=1, episode_timeout=0.4, episode_retries=0), threading.Event()
+
+    class Stubborn(WaitingWorkflow):
+        async def arun_episode(self, engine: InferenceEngine, data: Row) -> TensorDict | None:
+            while data["prompt_id"].index == 0 and not may_end.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(0.05)
+            return await super().arun_episode(engine, data)
+
+    with pytest.raises(EpisodeTimeoutError, match=r"every 0.5 s: got none, with 1 running\. Look at the workflow"):
+        engine.executor.run_all(rows(2), Stubborn(), is_evaluation=is_evaluation)
+    may_end.set()
 
 
 def test_close_is_quick_and_cancels(start: Callable[..., IdleEngine]) -> None:
