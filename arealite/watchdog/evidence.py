@@ -16,7 +16,7 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from arealite.utils.files import free_space, require_object
 from arealite.utils.heartbeat import STACKS_SIGNAL
 from arealite.utils.processes import catches, descendants, identity, machine, send_signal
 from arealite.utils.secret import authorization
+from arealite.utils.threads import start_thread
 
 _STACKS_S = 2.0
 _SERVER_S = 3.0
@@ -147,24 +148,28 @@ def collect(
 ) -> Evidence:
     """Look at everything this process has started; `servers` are addresses by name, `expected` should publish."""
     progress = read_progress(logs / "progress")
-    with ThreadPoolExecutor(max_workers=max(1, len(servers))) as pool:
-        answers = [pool.submit(_ask, name, address, secret) for name, address in servers.items()]
-        told = {one.pid for process, one in progress.items() if "." not in process}  # also started by Ray or Slurm
-        pids = descendants(os.getpid())
-        pids += sorted(told - set(pids))
-        looked = list(_opened(pids))
-        stacks, names = _stacks(logs / "stacks", pids)
-        processes = []
-        for process in looked:
-            with contextlib.suppress(psutil.Error), process.oneshot():
-                pid, cpu_share, state = process.pid, process.cpu_percent() / 100, process.status()
-                published = progress.get(identity(pid) or "")
-                name = published.name if published else names.get(pid) or _name(process)
-                command = shlex.join(process.cmdline())
-                processes.append(Process(name, pid, state, cpu_share, command, published, stacks.get(pid, "")))
-        elsewhere = [one for process, one in progress.items() if "." in process]
-        processes += [Process(one.name, one.pid, "unknown", 0.0, "on another node", one) for one in elsewhere]
-        states = [answer.result() for answer in answers]
+    asked = [start_thread(_ask, name, address, secret) for name, address in servers.items()]  # it may take for ever
+    told = {one.pid for process, one in progress.items() if "." not in process}  # also started by Ray or Slurm
+    pids = descendants(os.getpid())
+    pids += sorted(told - set(pids))
+    looked = list(_opened(pids))
+    stacks, names = _stacks(logs / "stacks", pids)
+    processes = []
+    for process in looked:
+        with contextlib.suppress(psutil.Error), process.oneshot():
+            pid, cpu_share, state = process.pid, process.cpu_percent() / 100, process.status()
+            published = progress.get(identity(pid) or "")
+            name = published.name if published else names.get(pid) or _name(process)
+            command = shlex.join(process.cmdline())
+            processes.append(Process(name, pid, state, cpu_share, command, published, stacks.get(pid, "")))
+    elsewhere = [one for process, one in progress.items() if "." in process]
+    processes += [Process(one.name, one.pid, "unknown", 0.0, "on another node", one) for one in elsewhere]
+    wait(asked, timeout=_SERVER_S)
+    late = f"no whole answer within {_SERVER_S:g} s"
+    states = [
+        one.result() if one.done() else ServerState(name, address, None, late)
+        for one, (name, address) in zip(asked, servers.items(), strict=True)
+    ]
     return Evidence(time.monotonic(), stalled_s, processes, states, free_space(logs), expected)
 
 

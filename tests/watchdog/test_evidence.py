@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -55,3 +57,26 @@ def test_a_server_that_ends_within_its_answer_is_one_that_does_not_answer(tmp_pa
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         (server,) = collect(tmp_path, {"server-0": address}, [], stalled_s=1.0).servers
     assert server.answer is None and server.error
+
+
+def test_a_server_whose_answer_never_ends_is_one_that_does_not_answer(tmp_path: Path) -> None:
+    """Each byte comes in time, and the next one is always to come."""
+
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n")
+            while not is_over.wait(0.1):
+                connection.sendall(b" ")
+
+    is_over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as pool:
+        answering = pool.submit(answer)
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        looking = pool.submit(collect, tmp_path, {"server-0": address}, [], stalled_s=1.0)
+        try:
+            (server,) = looking.result(60).servers
+            assert not answering.done()
+        finally:
+            is_over.set()
+    assert server.answer is None and server.error == "no whole answer within 3 s"
