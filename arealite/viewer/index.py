@@ -145,7 +145,8 @@ class RowIndex:
         """Queue the files that are new, or start again where one is gone."""
         if self._folder.is_dir():
             with os.scandir(self._folder) as entries:
-                times = {entry.name: entry.stat().st_mtime_ns for entry in entries if entry.is_dir()}
+                found = {entry.name: _stamp(Path(entry)) for entry in entries if entry.is_dir()}
+            times = {name: stamp[1] for name, stamp in found.items() if stamp is not None}
         else:
             times = {}
         if self._only is not None:

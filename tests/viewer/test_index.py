@@ -1,6 +1,8 @@
 import os
 import shutil
 import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,28 @@ def test_a_run_that_resumes_gives_new_numbers(tmp_path: Path, is_written_again: 
     columns = index.columns(0, 4)
     assert (columns["generation"], columns["start"]) == (1, 0)
     assert columns["prompt_id"][4:] == (["0-7", "0-8"] if is_written_again else [])
+
+
+def test_folders_that_go_away_meanwhile_are_no_error(tmp_path: Path) -> None:
+    """A run that resumes removes steps at any time."""
+    is_over = threading.Event()
+
+    def come_and_go() -> None:
+        while not is_over.is_set():
+            for step in range(20):
+                (tmp_path / f"step_{step}").mkdir()
+            for step in range(20):
+                (tmp_path / f"step_{step}").rmdir()
+
+    with ThreadPoolExecutor() as pool:
+        going = pool.submit(come_and_go)
+        try:
+            index = RowIndex(tmp_path)
+            for _ in range(500):
+                assert index.grow(60.0)
+        finally:
+            is_over.set()
+        going.result(120)
 
 
 def test_a_damaged_file_is_named_and_hides_no_other(tmp_path: Path) -> None:
