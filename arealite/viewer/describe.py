@@ -149,7 +149,7 @@ def _interval(rows: list[dict[str, Any]], form: str) -> str:
 
 
 def _duration(seconds: float) -> str:
-    if seconds < 60:
+    if round(seconds, 1) < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
