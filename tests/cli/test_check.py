@@ -380,6 +380,7 @@ def test_a_plan_for_gpus_worked_by_hand(tmp_path) -> None:
     assert f"holds {int((5 * 2**30 - 2**31) / (2 * 24 * 8 * 128 * 2)):,} of" in cache.text
     awake = plan(10, turns, "actor.fsdp.offload_params=true", "sglang.mem_fraction_static=0.7")[1]
     assert awake.text.endswith("awake needs about 7.00 of 10.0 GiB")
+    assert awake == plan(10, turns, "actor.fsdp.offload_params=true", "sglang={mem-fraction-static: 0.7}")[1]
 
     rank, _ = plan(needed + 3.5, "actor.fsdp.reduce_once=true")
     assert rank.level == "problem" and "most of it whole gradients (4.00)" in rank.text

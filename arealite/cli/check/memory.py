@@ -216,7 +216,7 @@ def _server_parts(config: Config, shape: ModelShape, longest: int, mode: Allocat
     if rollout is None or sampling is None or mode.gen_dp_size == 0 or foreign_servers(config):
         return {}, 0
     kind = kind_of(config)
-    dtype = getattr(torch, str(kind.block(config).get("dtype", config.trained[1].dtype)), torch.bfloat16)
+    dtype = getattr(torch, str(kind.flags(config).get("dtype", config.trained[1].dtype)), torch.bfloat16)
     weights = shape.num_parameters * dtype.itemsize // mode.gen_tp_size
     kv_token = kv_bytes_per_token(shape, value_bytes=dtype.itemsize, gpus=mode.gen_tp_size)
     episodes = rollout.max_concurrent_rollouts or rollout.consumer_batch_size
@@ -281,7 +281,7 @@ def _fit_completions(found: Findings, config: Config, server: Parts, kv_token: i
 def _server_share(config: Config) -> float:
     """Return the share of a GPU that a server takes while it is awake."""
     kind, takes_turns = kind_of(config), AllocationMode.from_str(config.allocation_mode).takes_turns
-    return float(kind.block(config).get(kind.memory_flag) or (SHARED_MEMORY if takes_turns else _SERVER_SHARE))
+    return float(kind.flags(config).get(kind.memory_flag) or (SHARED_MEMORY if takes_turns else _SERVER_SHARE))
 
 
 def _plan(groups: Iterable[_Ranks], server: Parts, num_gpus: int) -> Table:

@@ -221,7 +221,7 @@ def context_of(config: Config, model: PreTrainedModel) -> float:
     limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None)]
     if config.rollout is not None and not foreign_servers(config):
         kind = kind_of(config)
-        limits.append(kind.block(config).get(kind.context_flag))
+        limits.append(kind.flags(config).get(kind.context_flag))
     return min((int(limit) for limit in limits if limit is not None), default=float("inf"))
 
 

@@ -53,9 +53,13 @@ class ServerKind:
         chosen = None if self.is_embedded else config.launcher.server_python
         return os.path.expanduser(chosen or sys.executable)
 
+    def flags(self, config: BaseExperimentConfig) -> dict[str, Any]:
+        """Return the user's flags, which may be spelled with hyphens."""
+        return {name.replace("-", "_"): value for name, value in self.block(config).items()}
+
     def command(self, config: BaseExperimentConfig, *, index: int, num_gpus: int) -> list[str]:
         """Return the command of server `index` except `--host` and `--port`, which whoever runs it adds."""
-        block, model = {name.replace("-", "_"): value for name, value in self.block(config).items()}, config.trained[1]
+        block, model = self.flags(config), config.trained[1]
         flags: dict[str, object] = {"dtype": model.dtype}  # servers compute like the trainer unless told not to
         flags |= {self.in_place_flag: True} if config.rollout and config.rollout.pause_mode == "in_place" else {}
         flags |= {self.kept_flag: True} if self.kept_flag and config.sampling and config.sampling.narrows else {}
@@ -69,11 +73,11 @@ class ServerKind:
 
     def check_block(self, config: BaseExperimentConfig) -> None:
         """Refuse flags that the launcher sets; repeating the model is fine."""
-        block, model = self.block(config), config.trained[1]
         owned = {self.model_flag, "host", "port", self.gpus_flag, *self.fixed_flags} - {""}
         owned |= {self.sleep_flag} if _shares_gpus(config) else set()
-        taken = {name for name in block if name.replace("-", "_") in owned}
-        taken -= {self.model_flag} if block.get(self.model_flag) == model.path else set()
+        given = {name: (name.replace("-", "_"), value) for name, value in self.block(config).items()}
+        repeated = self.model_flag, config.trained[1].path
+        taken = [name for name, flag in given.items() if flag[0] in owned and flag != repeated]
         if taken:
             raise ConfigError(
                 f"the {self.name} block must leave {', '.join(sorted(owned))} to the launcher: got "

@@ -141,6 +141,15 @@ def test_sglang_servers_and_devices(load, server_python, nvidia_smi):
     assert [one.devices for one in plan_of(config).servers] == [(0, 1), (2, 3)]
 
 
+@pytest.mark.parametrize("flag", ["model-path", "model_path"])
+def test_the_model_may_be_repeated_among_flags_of_servers(load, server_python, nvidia_smi, flag):
+    config = load(
+        *("allocation_mode=sglang.d1+d1", "actor.path=tiny", "cluster.n_gpus_per_node=8"),
+        *(f"launcher.server_python={server_python}", f"sglang={{{flag}: tiny}}"),
+    )
+    assert program(*server_jobs(config)).count("--model-path") == 1
+
+
 @pytest.mark.parametrize(("flag", "seed"), [("random-seed: 10", 11), ("random_seed: null", 2)])
 def test_the_seed_of_servers_is_the_users(load, server_python, nvidia_smi, flag, seed):
     config = load(
