@@ -160,7 +160,10 @@ class Output:
         self._is_shown = not only_warnings  # the last line
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._rest = ""
-        self._log = path.open("a", encoding="utf-8")
+        try:
+            self._log = path.open("a", encoding="utf-8")
+        except OSError as error:
+            self._end_log(error)
 
     def feed(self, data: bytes) -> None:
         """Take in what the process wrote."""
@@ -174,6 +177,10 @@ class Output:
         self._finish([self._rest] if self._rest else [])
         self._log.close()
 
+    def _end_log(self, error: OSError) -> None:
+        self._log = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        self._console.line(f"ERROR: this log ends here: {explain(error, self.path)}", prefix=self.name)
+
     def _finish(self, written: list[str]) -> None:
         """Take whole lines as a reader would see them: without control codes, and as they were overwritten last."""
         lines = [_CONTROL.sub("", line).rstrip("\r").rpartition("\r")[2] for line in written]
@@ -183,8 +190,7 @@ class Output:
         except OSError as error:  # the log ends with a line that says so, and the console continues
             with contextlib.suppress(OSError):
                 self._log.close()
-            self._log = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-            self._console.line(f"ERROR: this log ends here: {explain(error, self.path)}", prefix=self.name)
+            self._end_log(error)
         for line in lines:
             self.tail.append(line.removeprefix(FOR_LOG))
             if line.startswith(FOR_LOG):

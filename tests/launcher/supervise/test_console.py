@@ -55,6 +55,19 @@ def test_lines_as_a_reader_sees_them(tmp_path, written, seen):
     assert log.splitlines() == seen and console.splitlines() == [f"p | {line}" for line in seen]
 
 
+def test_a_log_that_can_not_be_opened_is_told_and_the_console_continues(tmp_path):
+    """As that of an earlier start by another user."""
+    (tmp_path / "p.log").mkdir()
+    console = Console(stream := io.BytesIO())
+    output = Output("p", tmp_path / "p.log", console)
+    output.feed(b"line\n")
+    output.close()
+    console.close()
+    told, line = stream.getvalue().decode().splitlines()
+    assert told.startswith(f"p | ERROR: this log ends here: {tmp_path}/p.log must be writable: got IsADirectoryError")
+    assert line == "p | line"
+
+
 @given(st.lists(st.sampled_from(["a", "bc", "\n", "\r", "\x1b[2K", "\x1b[32m", "\x1b]8;;x\x07", "€"])), st.data())
 def test_lines_do_not_depend_on_chunks(tmp_path_factory, parts, data):
     written = "".join(parts).encode()
