@@ -234,6 +234,26 @@ def test_a_folder_that_can_not_be_written_is_told(scontrol, tmp_path, capsys):
     assert f"ConfigError: {tmp_path}/file/" in (told := capsys.readouterr().err) and "must be writable: got" in told
 
 
+def test_a_reader_that_leaves_ends_what_is_shown_of_a_job(scontrol, tmp_path):
+    """As in `... | head`: without a traceback, and the job goes on."""
+    cancelled = tmp_path / "cancelled"
+    scontrol("7")
+    (tmp_path / "scontrol").rename(tmp_path / "sbatch")
+    scontrol("JobId=7 JobState=RUNNING ExitCode=0:0")
+    (tmp_path / "scancel").write_text(f'#!/bin/sh\necho "$@" > {cancelled}\n')
+    (tmp_path / "scancel").chmod(0o755)
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "arealite.launcher.slurm", str(ENTRY), "--config", str(CONFIG)]
+    command += [f"cluster.fileroot={tmp_path}/runs", "actor.path=Qwen/Qwen3-8B", "launcher.preflight=false"]
+    try:
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=DEADLINE_S, check=False)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+    assert list(tmp_path.glob("runs/*/*/job.sbatch")) and not cancelled.exists()
+
+
 def test_a_signal_reaches_the_job_also_while_nobody_reads_the_output(scontrol, tmp_path):
     """As after Ctrl-S, or in a pager."""
     cancelled, output = tmp_path / "cancelled", tmp_path / "slurm-7.log"

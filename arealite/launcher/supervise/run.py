@@ -26,6 +26,7 @@ from arealite.utils.files import empty_folder, file_lock, reading, require_objec
 from arealite.utils.garbage import skip_last_collection
 from arealite.utils.registry import Registry
 from arealite.utils.secret import ensure_secret
+from arealite.utils.stdout import until_reader_leaves
 from arealite.utils.usage import Parser
 
 _LOCK_TIMEOUT_S = 5.0  # how long another launcher of the same run may take to end
@@ -41,6 +42,7 @@ def main(argv: Sequence[str] | None, place: Place, *, name: str, description: st
     return command(argv, lambda run, _: launch(run, place), prog=prog, description=description, by=name)
 
 
+@until_reader_leaves()
 def command(
     argv: Sequence[str] | None,
     act: Callable[[Run, argparse.Namespace], int],
