@@ -174,7 +174,11 @@ class _Follower:
         if len(self._signals) == 1 and (job_state(self._job) or {}).get("JobState") == "RUNNING":
             command += ["--batch", "--signal=TERM"]
             doing = "the run stops after a checkpoint; once more cancels the job"
-        subprocess.run(command, timeout=_CANCEL_S, check=False)
+        try:
+            subprocess.run(command, timeout=_CANCEL_S, check=True)
+        except (OSError, subprocess.SubprocessError) as error:
+            doing = f"the job does not know it ({error}); once more "
+            doing += "cancels the job" if len(self._signals) == 1 else "leaves it alone"
         self._say(f"received {signal.Signals(number).name}: {doing}")  # last, as it waits where nobody reads the output
 
     def _tell(self, state: Mapping[str, str]) -> None:

@@ -234,6 +234,26 @@ def test_a_folder_that_can_not_be_written_is_told(scontrol, tmp_path, capsys):
     assert f"ConfigError: {tmp_path}/file/" in (told := capsys.readouterr().err) and "must be writable: got" in told
 
 
+def test_a_signal_that_slurm_does_not_pass_on_is_told(scontrol, tmp_path):
+    """Else Ctrl-C would promise a checkpoint and an end, and the job would run on."""
+    scontrol("JobId=7 JobState=RUNNING ExitCode=0:0")
+    (tmp_path / "scancel").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "scancel").chmod(0o755)
+    code = "import pathlib, sys; from arealite.launcher import slurm; slurm.follow('7', pathlib.Path(sys.argv[1]))"
+    command = [sys.executable, "-c", code, str(tmp_path / "slurm-7.log")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as follower:
+        try:
+            assert follower.stdout is not None and "submitted" in follower.stdout.readline()
+            assert "running on" in follower.stdout.readline()
+            for advice in ("cancels the job", "leaves it alone"):
+                follower.send_signal(signal.SIGINT)
+                told = follower.stdout.readline()
+                assert "received SIGINT: the job does not know it (Command" in told
+                assert told.endswith(f"returned non-zero exit status 1.); once more {advice}\n")
+        finally:
+            follower.kill()
+
+
 def test_a_reader_that_leaves_ends_what_is_shown_of_a_job(scontrol, tmp_path):
     """As in `... | head`: without a traceback, and the job goes on."""
     cancelled = tmp_path / "cancelled"
