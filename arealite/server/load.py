@@ -3,12 +3,14 @@
 import json
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from arealite.generation.engine import GenerationEngine
 from arealite.generation.model_runner import ModelRunner
 from arealite.server.app import Server
+from arealite.utils.files import reading
 from arealite.utils.hf import load_causal_lm, load_hf_tokenizer, load_image_processor, local_folder
 from arealite.utils.images import sees_images
 from arealite.utils.weight_transfer import DTYPES
@@ -39,6 +41,11 @@ def load_server(
         raise ValueError(
             f"{path} must hold the weights that its config describes: got {error} Save or download it again."
         ) from error
+    except (StrictDataclassError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise ValueError(
+            f"the configs in {path} must describe a model of transformers: got {type(error).__name__}: {error}. "
+            "Correct them, or download them again."
+        ) from error
     if missing := sorted(told["missing_keys"]):  # transformers made them up
         raise ValueError(
             f"{path} must have every tensor of {type(model).__name__}: got {len(missing)} missing, "
@@ -65,8 +72,10 @@ def end_of_sequence_ids(model_path: str, tokenizer: PreTrainedTokenizerBase | No
     ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         file = Path(model_path) / name
-        eos = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
-        ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+        if file.exists():
+            with reading(file):
+                eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+                ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     return frozenset(ids)

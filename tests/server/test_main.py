@@ -241,6 +241,25 @@ def test_a_model_without_all_its_weights_is_not_served(
     assert f"can't serve {folder}: " in caplog.text and reason in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("config.json", {"num_hidden_layers": 3}, "got StrictDataclassClassValidationError: "),
+        ("config.json", {"num_attention_heads": 0}, "got ZeroDivisionError: "),
+        ("config.json", {"hidden_act": "unknown"}, "got KeyError: 'unknown'"),
+        ("generation_config.json", {"eos_token_id": [[1]]}, "generation_config.json must be as its writer left it"),
+    ],
+)
+def test_a_model_whose_config_contradicts_itself_is_not_served(
+    model_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, change: dict[str, Any], reason: str
+) -> None:
+    folder = shutil.copytree(model_path, tmp_path / "model")
+    file = folder / name
+    file.write_text(json.dumps((json.loads(file.read_text()) if file.exists() else {}) | change))
+    assert main(["--model-path", str(folder), "--port", "0"]) == 2
+    assert f"can't serve {folder}: " in caplog.text and reason in caplog.text
+
+
 def without_norm(weights: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in load_file(weights).items() if name != "model.norm.weight"}
 
