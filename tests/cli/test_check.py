@@ -24,7 +24,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.cli.check.findings import Finding, Findings
 from arealite.cli.check.memory import _plan, plan_memory
+from arealite.cli.check.model import context_of
 from arealite.cli.main import main
+from arealite.engine.hf_model import build_meta_model
 from arealite.utils import doc_pages
 from arealite.utils.memory_plan import ModelShape
 
@@ -238,6 +240,19 @@ def test_no_template(check, model) -> None:
     (model / "chat_template.jinja").unlink()
     status, shown = check(model)
     assert status == 0 and "warning template the tokenizer has none: prompts are plain texts" in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "context"), [("max-model-len: 100", 100), ("max_model_len: 32k", 512), ("max_model_len: auto", 512)]
+)
+def test_the_context_of_servers_counts_where_it_is_a_number(tiny, tmp_path, monkeypatch, flags, context) -> None:
+    monkeypatch.delenv("AREAL_LLM_SERVER_ADDRS", raising=False)
+    (tmp_path / "config.yaml").write_text(CONFIG.replace("lite.d2+d2", "vllm.d2+d2"))
+    argv = ["--config", str(tmp_path / "config.yaml"), f"actor.path={tiny}", f"vllm={{{flags}}}"]
+    config = load_expr_config(argv, GRPOConfig)[0]
+    model = build_meta_model(tiny, "sdpa")
+    model.config.max_position_embeddings = 512
+    assert context_of(config, model) == context
 
 
 def test_data_that_does_not_fit(check, tiny, tmp_path) -> None:

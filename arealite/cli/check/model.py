@@ -222,7 +222,8 @@ def context_of(config: Config, model: PreTrainedModel) -> float:
     if config.rollout is not None and not foreign_servers(config):
         kind = kind_of(config)
         limits.append(kind.flags(config).get(kind.context_flag))
-    return min((int(limit) for limit in limits if limit is not None), default=float("inf"))
+    # vLLM also takes 32k, and `auto`.
+    return min((int(str(limit)) for limit in limits if str(limit).isdecimal()), default=float("inf"))
 
 
 def _num_tokens(row: dict[str, Any], tokenizer: Any, processor: Any) -> int:
