@@ -43,7 +43,7 @@ def this_node() -> Node:
     limit, used = (_bytes_of(name) for name in ("memory.max", "memory.current"))
     total, free = memory.total, memory.available
     if limit is not None and limit < total:
-        total, free = limit, min(free, limit - (used or 0))
+        total, free = limit, min(free, limit - (used or 0) + _cached_bytes())
     return Node(gpus(), len(os.sched_getaffinity(0)), total, max(0, free))
 
 
@@ -84,6 +84,15 @@ def _chosen() -> list[str] | None:
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = map(str.strip, (chosen or "").split(","))
     return None if chosen is None else [*itertools.takewhile(_GPU.match, names)]
+
+
+def _cached_bytes() -> int:
+    """Return what this container's control group keeps of files, and drops when a process needs memory."""
+    try:
+        fields = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+    except OSError:
+        return 0
+    return int(fields["active_file"]) + int(fields["inactive_file"])
 
 
 def _bytes_of(name: str) -> int | None:

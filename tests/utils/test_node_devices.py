@@ -71,3 +71,6 @@ def test_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "memory.current").write_text(f"{2**27}\n")
     node = this_node()
     assert (node.memory, node.free) == (2**28, 2**27) and node.cores == len(os.sched_getaffinity(0))
+    of_files = f"anon {2**26}\nfile {2**26}\ninactive_file {2**25}\nactive_file {2**24}\n"  # as after a download
+    (tmp_path / "memory.stat").write_text(of_files)
+    assert this_node().free == 2**27 + 2**25 + 2**24
