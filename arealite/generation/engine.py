@@ -34,6 +34,7 @@ T = TypeVar("T")
 MAX_PREFILL_TOKENS, MAX_PREFILL_TOKENS_GPU = 512, 4096
 """Of one pass: for so long the running sequences wait for their next token."""
 LOG_INTERVAL_S = 5.0
+_CLOSE_S = 120.0  # most that the last step may take
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,7 @@ class GenerationEngine:
         )
 
     def close(self) -> None:
-        """Abort everything and end the thread."""
+        """Abort everything and end the thread; one that does not end in time is left to the end of the process."""
 
         def close() -> None:
             self._abort(lambda _: True)
@@ -220,7 +221,9 @@ class GenerationEngine:
 
         with contextlib.suppress(GenerationError):  # the thread has ended already
             self._post(close)
-        self._thread.join()
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            logger.error("generation did not end within %g s: a step hangs in the thread `generation`", _CLOSE_S)
 
     def _post(self, message: Callable[[], object]) -> None:
         with self._gate:

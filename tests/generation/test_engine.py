@@ -12,6 +12,7 @@ from testing_lite import slow_down
 from tiny_models import EOS, TEXT_VOCAB, build, config, tokenizer
 from transformers import PreTrainedModel
 
+from arealite.generation import engine as engine_module
 from arealite.generation.engine import GenerationEngine
 from arealite.generation.model_runner import ModelRunner
 from arealite.generation.request import (
@@ -314,6 +315,19 @@ def test_an_error_in_the_forward_pass_fails_everyone_once_and_for_all() -> None:
     with pytest.raises(GenerationError):
         engine.submit(request([5]))
     engine.close()
+
+
+def test_a_step_that_hangs_does_not_keep_others_from_closing(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, may_end = start(), threading.Event()
+    hanging = engine.call(may_end.wait)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_module, "_CLOSE_S", 0.1)
+        engine.close()
+    assert not hanging.done() and "generation did not end within 0.1 s" in caplog.text
+    may_end.set()
+    assert hanging.result(120) and engine.stopped.result(120) is None
 
 
 def test_closing_answers_everyone(start: Start) -> None:
