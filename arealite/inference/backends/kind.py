@@ -67,12 +67,11 @@ class ServerKind:
         flags |= block | {self.model_flag: model.path}
         flags |= {self.sleep_flag: True} if _shares_gpus(config) else {}
         flags |= {self.gpus_flag: num_gpus} if self.gpus_flag else {}
-        seed = block.get(self.seed_flag)
-        flags |= {**self.fixed_flags, self.seed_flag: int(config.seed if seed is None else seed) + index}
+        flags |= {**self.fixed_flags, self.seed_flag: self._seed(config) + index}
         return [self.python(config), "-m", self.module, *self._spelled(flags)]
 
     def check_block(self, config: BaseExperimentConfig) -> None:
-        """Refuse flags that the launcher sets; repeating the model is fine."""
+        """Refuse flags that the launcher sets, unless they repeat the model, and a seed that is no number."""
         owned = {self.model_flag, "host", "port", self.gpus_flag, *self.fixed_flags} - {""}
         owned |= {self.sleep_flag} if _shares_gpus(config) else set()
         given = {name: (name.replace("-", "_"), value) for name, value in self.block(config).items()}
@@ -84,6 +83,17 @@ class ServerKind:
                 f"{', '.join(sorted(taken))}. Remove them: actor.path is the model, and allocation_mode says how many "
                 "GPUs a server has."
             )
+        self._seed(config)
+
+    def _seed(self, config: BaseExperimentConfig) -> int:
+        """Return the seed of the first server: the user's, or that of the run."""
+        seed = self.flags(config).get(self.seed_flag)
+        try:
+            return int(config.seed if seed is None else seed)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{self.name}.{self.seed_flag} must be a whole number: got {seed!r}. Correct it."
+            ) from error
 
     def check_installed(self, config: BaseExperimentConfig) -> None:
         """Ask the servers' interpreter for the package."""

@@ -328,6 +328,10 @@ def test_one_sided_allocations(load, mode, servers, ranks):
             "got tensor-parallel-size. ",
         ),
         (["actor.path=tiny", "allocation_mode=vllm.d1+d1", "vllm.model=other"], "got model. Remove"),
+        (
+            ["actor.path=tiny", "allocation_mode=sglang.d1+d1", "sglang.random-seed=x"],
+            "sglang.random_seed must be a whole",
+        ),
         (["actor.path=tiny", "allocation_mode=lite.d1t2+d1"], "servers of lite must have p1t1"),
         (["actor.path=tiny", "allocation_mode=sglang.d1p2+d1", "rollout.weight_update=disk"], "sglang must have p1 "),
         (["actor.path=tiny", "allocation_mode=sglang.d1+d1"], "must be installed: got sglang.d1p1t1+d1p1t1"),
