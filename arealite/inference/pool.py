@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 
 from arealite.api.errors import ConfigError
-from arealite.utils.network import check_address
+from arealite.utils.network import addresses_in
 
 _MAX_STICKY = 65536  # remembered rids; the oldest are forgotten first
 _MIN_TOKENS = 8  # shorter completions say more about the prompt than about the server's speed
@@ -235,9 +235,8 @@ def backoff_s(num_failures: int, first_s: float, max_s: float) -> float:
 
 
 def parse_addresses(text: str | Iterable[str]) -> list[str]:
-    """Return `host:port` items from a list or a comma separated string; a scheme and a final slash are dropped."""
-    items = text.split(",") if isinstance(text, str) else text
+    """Return what `addresses_in` finds in a list or a comma separated string."""
     try:
-        return [check_address(item.strip().removeprefix("http://").rstrip("/")) for item in items if item.strip()]
+        return addresses_in(text)
     except ValueError as error:
         raise ConfigError(f"rollout.server_addrs must name servers: {error}") from error

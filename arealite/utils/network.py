@@ -6,6 +6,7 @@ it and sets SO_REUSEADDR (asyncio, uvicorn, TCPStore) can still bind.
 
 import re
 import socket
+from collections.abc import Iterable
 
 import psutil
 
@@ -19,6 +20,15 @@ def check_address(address: str) -> str:
     if match is None or int(match[2]) > 65535:
         raise ValueError(f"an address must be host:port: got {address!r}. Write e.g. 10.0.0.1:8000 or [fe80::1]:8000.")
     return address
+
+
+def addresses_in(text: str | Iterable[str]) -> list[str]:
+    """Return `host:port` items from a list or a comma separated string; a scheme and a final slash are dropped.
+
+    Raises ValueError.
+    """
+    items = text.split(",") if isinstance(text, str) else text
+    return [check_address(item.strip().removeprefix("http://").rstrip("/")) for item in items if item.strip()]
 
 
 def hold_port(host: str = LOOPBACK, port: int = 0) -> socket.socket:

@@ -7,13 +7,17 @@ from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.errors import ConfigError
 from arealite.inference.backends import kind_of
 from arealite.utils.environment import SERVER_ADDRS_VARIABLE
+from arealite.utils.network import addresses_in
 
 
 def foreign_servers(config: BaseExperimentConfig) -> list[str]:
     """Return the addresses of servers that someone else starts and stops."""
-    if config.rollout is not None and config.rollout.server_addrs:
-        return config.rollout.server_addrs
-    return [address for address in os.environ.get(SERVER_ADDRS_VARIABLE, "").split(",") if address]
+    if config.rollout is None:
+        return []
+    try:
+        return config.rollout.server_addrs or addresses_in(os.environ.get(SERVER_ADDRS_VARIABLE, ""))
+    except ValueError as error:
+        raise ConfigError(f"{SERVER_ADDRS_VARIABLE} must name servers: {error}") from error
 
 
 def num_own_servers(config: BaseExperimentConfig, mode: AllocationMode) -> int:

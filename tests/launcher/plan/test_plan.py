@@ -16,6 +16,7 @@ from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError
 from arealite.launcher.local import main as local_main
 from arealite.launcher.plan.plan import Plan, make_plan
+from arealite.launcher.plan.servers import foreign_servers
 from arealite.launcher.ray import main as ray_main
 
 REPOSITORY = Path(__file__).parents[3]
@@ -83,6 +84,21 @@ def test_fine_tuning_has_no_servers():
 def test_servers_of_others_take_no_place():
     plan = plan_of("sglang.d8+d2", 1, 2, "rollout.server_addrs=[a:1]")
     assert where(plan) == [("trainer-0", 0, (0,)), ("trainer-1", 0, (1,))]
+
+
+@pytest.mark.parametrize(
+    ("text", "addresses"), [("http://a:1/, b:2", ["a:1", "b:2"]), (" ", []), ("", [])], ids=["two", "blank", "none"]
+)
+def test_servers_of_others_are_named_to_launchers_as_to_trainers(monkeypatch, text, addresses):
+    monkeypatch.setenv("AREAL_LLM_SERVER_ADDRS", text)
+    assert foreign_servers(CONFIG) == addresses
+    assert foreign_servers(load_run_config(["--config", str(SFT)])) == []
+
+
+def test_servers_of_others_must_have_addresses(monkeypatch):
+    monkeypatch.setenv("AREAL_LLM_SERVER_ADDRS", "http://a")
+    with pytest.raises(ConfigError, match="AREAL_LLM_SERVER_ADDRS must name servers: an address must be host:port"):
+        plan_of("sglang.d1+d1", 1, 2)
 
 
 @pytest.mark.parametrize(
