@@ -70,6 +70,12 @@ class Episode:
     def prompt_id(self) -> PromptId:
         return self.prompt.prompt_id
 
+    @property
+    def has_time(self) -> bool:
+        """Whether the deadline of the attempt, which may have stood still, is still to come."""
+        when = None if self.deadline is None else self.deadline.when()
+        return self.num_waiting_for_servers > 0 or (when is not None and when > asyncio.get_running_loop().time())
+
     @contextlib.contextmanager
     def standstill(self) -> Iterator[None]:
         """Stop the clock of the attempt while one of its requests waits for any server at all."""

@@ -424,7 +424,7 @@ class RolloutExecutor:
                         f"{counts}. Call wait again: nothing is lost."
                     ) from None
                 # Requests that wait for any server have a deadline of their own.
-                if not any(one.num_waiting_for_servers for one in self._running):
+                if not any(one.has_time for one in self._running):
                     raise EpisodeTimeoutError(
                         f"an episode must start or end every {stalled_s:g} s: got none, with {counts}, "
                         f"{'paused' if self._is_paused else 'not paused'}. Call resume, or look at the workflow."

@@ -117,7 +117,7 @@ class UnthrottledBatches:
                     await self._changed.wait()
             except TimeoutError:
                 # Requests that wait for any server have a deadline of their own.
-                if not any(one.num_waiting_for_servers for one in self._attempts):
+                if not any(one.has_time for one in self._attempts):
                     raise EpisodeTimeoutError(
                         f"an episode must start or end every {self._stalled_s:g} s: got none, with "
                         f"{len(self._attempts)} running. Look at the workflow: its deadline cancels it, which it must "

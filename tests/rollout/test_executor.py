@@ -396,6 +396,21 @@ def test_a_wait_without_any_sign_of_life_gives_up(
         engine.executor.prepare_batch([rows(1)], WaitingWorkflow())
 
 
+@pytest.mark.parametrize("call", ["prepare_batch", "run_all"])
+def test_a_wait_does_not_give_up_while_an_attempt_has_time(
+    start: Callable[..., IdleEngine], monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Its clock may have stood still for want of servers, so that it ends later than it would have."""
+    monkeypatch.setattr(executor_module, "_GRACE_S", -599.9)
+    engine = start(consumer_batch_size=1, episode_timeout=600.0)
+    prompts = rows(1, delay_s=1.0)
+    if call == "run_all":
+        batch = engine.executor.run_all(prompts, WaitingWorkflow(), is_evaluation=True)
+    else:
+        batch = engine.executor.prepare_batch([prompts], WaitingWorkflow())
+    assert prompts_of(batch) == [0]
+
+
 def test_an_attempt_has_sampling_seeds_of_its_own(start: Callable[..., IdleEngine]) -> None:
     """Else a retry would draw the tokens that failed once more."""
     engine = start(consumer_batch_size=1, seed=3)
