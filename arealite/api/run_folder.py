@@ -1,5 +1,6 @@
 """Where a run keeps its files: below `<fileroot>/<experiment_name>/<trial_name>/`. Nothing is created here."""
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -15,7 +16,10 @@ OF_LAUNCHER = (*OF_TRIAL, "logs", "run.json", "registry.json", "stall_*.txt")
 
 def numbered(folder: Path, prefix: str, suffix: str = "") -> dict[int, Path]:
     """Return what is called `<prefix><N><suffix>` in a folder by N, ascending; nothing without a folder."""
-    found = {path.name.removeprefix(prefix).removesuffix(suffix): path for path in folder.glob(f"{prefix}*{suffix}")}
+    names: list[str] = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # a glob looks twice, and it may go in between
+        names = [name for name in os.listdir(folder) if name.startswith(prefix) and name.endswith(suffix)]
+    found = {name.removeprefix(prefix).removesuffix(suffix): folder / name for name in names}
     return {int(number): found[number] for number in sorted(filter(str.isdecimal, found), key=int)}
 
 

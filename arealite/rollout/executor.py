@@ -341,11 +341,13 @@ class RolloutExecutor:
 
     async def _run(self, episode: Episode) -> None:
         outcome: Outcome = await self._runner.run(episode)
-        if self._running.pop(episode, None) is None:
+        if episode not in self._running:
             return  # dropped meanwhile
         if isinstance(outcome, TensorDict) and self._account.is_overdue(episode.head_version):
             outcome = OVERDUE
-        if self._runner.end(episode, outcome):
+        runs_again = self._runner.end(episode, outcome)
+        del self._running[episode]  # if that raised, who waits for a batch sees it run until the error is there
+        if runs_again:
             self._queue.appendleft(episode.prompt)
         elif isinstance(outcome, TensorDict):
             self._ready.add(episode)

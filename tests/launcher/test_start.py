@@ -192,8 +192,8 @@ def test_the_yaml_of_the_originals_core_is_planned(script: Path, capfd: pytest.C
     assert launched(str(REPOSITORY / "training" / "main_sync_ppo.py"), refuse, words) == 0, capfd.readouterr().err
     told = capfd.readouterr().out
     lines = re.sub(r"\n {6}", " ", re.sub(r"actor: .*\n", "", told)).splitlines()
-    keys = "input_ids, attention_mask, kept_ids?, kept_counts?, loss_mask, logprobs, versions, rewards, no_eos?, "
-    keys += "group_index, sample_index?, turn_rewards?"
+    keys = "input_ids, attention_mask, pixel_values?, image_grid_thw?, kept_ids?, kept_counts?, loss_mask, logprobs, "
+    keys += "versions, rewards, no_eos?, group_index, sample_index?, turn_rewards?"
     assert lines[: lines.index("server-0 runs")] == [
         "calls of a step",
         f"  actor_gen (rollout): -> {keys}",
