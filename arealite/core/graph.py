@@ -123,14 +123,6 @@ class DataFlowGraph:
         """The calls that train."""
         return tuple(call for call in self.calls if call.interface == "train_step")
 
-    def calls_ahead(self, roles: Collection[str]) -> list[ModelFunctionCall]:
-        """Return the calls of some roles that need nothing but the source and each other, in their order."""
-        found = {self.source.name: self.source}
-        for call in self.order():
-            if call.role in roles and self.needs[call.name].keys() <= found.keys():
-                found[call.name] = call
-        return list(found.values())[1:]
-
     @cached_property
     def makers(self) -> Mapping[str, str]:
         """The name of the call that makes each key."""

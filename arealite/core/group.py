@@ -99,8 +99,7 @@ class WorkerGroup:
 
     def submit(self, call: Call) -> Task:
         """Let every rank do a call, once it is its turn and its inputs are there; return at once."""
-        step = self.step if call.step is None else call.step
-        return self._submit(Task(call, step, Pieces(make_again=self._make_again)))
+        return self._submit(Task(call, self.step, Pieces(make_again=self._make_again)))
 
     def begin_step(self, step: int) -> None:
         """After the calls so far, take the snapshot to which the group goes back if it is lost from here on."""
@@ -262,7 +261,7 @@ class WorkerGroup:
         with CHANGED:
             if self._world is world and task in self._tasks:
                 earlier = self._tasks[: self._tasks.index(task)]
-                self._tasks[: len(earlier) + 1] = [one for one in earlier if one.call.step == task.step]
+                del self._tasks[: len(earlier) + 1]
                 self._lasting += [one for one in earlier if one.call.redo == "always"]
                 self._snapshots = references, values
 

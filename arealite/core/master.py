@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from arealite.api.cli_args import BaseExperimentConfig
-from arealite.api.errors import ConfigError
 from arealite.api.io_struct import FinetuneSpec
 from arealite.api.run_folder import RunFolder
 from arealite.core.batch import Column, RemoteBatch
@@ -22,10 +20,9 @@ from arealite.core.graph import DataFlowGraph, ModelFunctionCall
 from arealite.core.group import Task
 from arealite.core.names import named
 from arealite.core.page import Progress, write_page
-from arealite.core.records import CallLog, CallRecord, summary
+from arealite.core.records import CallLog, summary
 from arealite.core.sources import Episodes, MakeWorkflow, Rows
 from arealite.core.workers import Workers
-from arealite.launcher.plan.layout import make_layout
 from arealite.trainer.recover import Recover
 from arealite.trainer.saver import Saver
 from arealite.trainer.stats_logger import StatsLogger
@@ -46,10 +43,7 @@ class Master:
         if isinstance(make_workflow, str):
             make_workflow = named("agent", make_workflow, key="make_workflow")
         self._make_workflow = make_workflow
-        self._calls_ahead = _calls_ahead(config, graph)
         self._tasks: dict[str, Task] = {}  # of the step
-        self._ahead: dict[str, Task] = {}  # of the next step's batch
-        self._records_ahead: list[CallRecord] = []
         self.progress = Progress(graph)
 
     def run(self) -> None:
@@ -91,8 +85,7 @@ class Master:
             with stats.timer("rollout"):
                 batch = source.collect()
             with stats.timer("train"):
-                is_last = step + 1 == ft_spec.total_train_steps
-                stats.add(self.run_graph(batch, None if is_last else source.reserve))
+                stats.add(self.run_graph(batch))
             with stats.timer("weights"):
                 source.publish(actor, step + 1)
             saver.save(actor, step, tokenizer=tokenizer, **trained)
@@ -121,24 +114,16 @@ class Master:
 
     # A step
 
-    def run_graph(
-        self, batch: RemoteBatch, reserve: Callable[[Sequence[Future[Any]]], RemoteBatch | None] | None = None
-    ) -> dict[str, float]:
+    def run_graph(self, batch: RemoteBatch) -> dict[str, float]:
         """Run all calls of the graph on a batch and return their metrics, and those of the workflow.
 
-        What may go ahead runs on the batch that `reserve` returns, if it does before this batch's calls have ended;
-        that batch must come next. A metric that several calls return bears the role in front, except the first one.
+        A metric that several calls return bears the role in front, except the first one.
         """
         calls = [call for call in self.graph.order() if not call.is_source]
-        tasks = self._tasks = self._ahead
-        self._ahead = {}
+        tasks: dict[str, Task] = {}
+        self._tasks = tasks
         for call in calls:
-            if call.name not in tasks:
-                tasks[call.name] = self._submit(call, batch, tasks)
-        following = reserve([one.values for one in tasks.values()]) if self._calls_ahead and reserve else None
-        if following is not None:
-            for call in self._calls_ahead:
-                self._ahead[call.name] = self._submit(call, following, self._ahead, step=self.progress.step + 1)
+            tasks[call.name] = self._submit(call, batch, tasks)
         metrics: dict[str, float] = {}
         for call in calls:
             outcome = self.engines[call.role].wait(tasks[call.name])
@@ -147,14 +132,7 @@ class Master:
                 metrics |= {f"{call.role}/{key}" if key in metrics else key: one for key, one in outcome.value.items()}
         return {**batch.metrics, **metrics}
 
-    def _submit(
-        self,
-        call: ModelFunctionCall,
-        batch: RemoteBatch,
-        tasks: Mapping[str, Task],
-        *,
-        step: int | None = None,
-    ) -> Task:
+    def _submit(self, call: ModelFunctionCall, batch: RemoteBatch, tasks: Mapping[str, Task]) -> Task:
         """Let the workers of a call do it once its inputs are there, and give the batch its outputs."""
         assert call.run is not None, "only a source has no function"
         name = call.run.__name__
@@ -167,7 +145,6 @@ class Master:
             kwargs=call.kwargs,
             output=call.outputs[0] if len(call.outputs) == 1 else None,
             after=[tasks[one].pieces for one in call.after],
-            step=step,
         )
         for key in call.outputs:
             plain = key.removesuffix("?")
@@ -179,10 +156,8 @@ class Master:
         records = self.workers.take_records()
         for one in records:
             self._log.append(one)
-        records = [*self._records_ahead, *(one for one in records if one.call in self.graph.named)]
-        calls = [one for one in records if one.step == self.progress.step]
-        self._records_ahead = [one for one in records if one.step > self.progress.step]
-        self.progress.calls, self._tasks = calls, self._ahead
+        calls = [one for one in records if one.call in self.graph.named and one.step == self.progress.step]
+        self.progress.calls, self._tasks = calls, {}
         if not calls:
             return self.workers.metrics()
         last = summary(calls, [group.spec.name for group in self.workers.groups])
@@ -215,17 +190,3 @@ class Master:
             thread.join(_PAGE_S)
             progress.is_finished = True
             write()
-
-
-def _calls_ahead(config: BaseExperimentConfig, graph: DataFlowGraph) -> list[ModelFunctionCall]:
-    """Return the calls that `workers.ahead` lets run on the next batch: of roles whose workers never train."""
-    if config.workers is None or not config.workers.ahead:
-        return []
-    trained = {call.role for call in graph.train_steps}
-    groups = [group for group in make_layout(config, graph.engines) if trained.isdisjoint(group.roles)]
-    if not (calls := graph.calls_ahead([role for group in groups for role in group.roles])):
-        raise ConfigError(
-            "workers.ahead must have a call that reads nothing but the batch, of a role that never trains, on workers "
-            "of its own: got none. Give such a role ranks (workers.ref.ranks=1), or set workers.ahead=0."
-        )
-    return calls

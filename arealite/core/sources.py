@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -74,10 +73,6 @@ class Episodes:
         """Return the next batch of bounded staleness."""
         return self.rollout.prepare_batch(self.dataloader, self._workflow, self._should_accept)
 
-    def reserve(self, until: Sequence[Future[Any]]) -> Any:
-        """Return the batch of the next step, or None if it is not certain before all of `until` are done."""
-        return self.rollout.reserve_batch(self.dataloader, self._workflow, self._should_accept, until=until)
-
     def evaluate(self, engine: Any, step: int, *, force: bool = False) -> Mapping[str, float] | None:
         """Evaluate the weights after `step` updates if due or forced."""
         return self.evaluator.evaluate(self.rollout, step, force=force)
@@ -117,9 +112,6 @@ class Rows:
     def collect(self) -> Any:
         """Return the next rows."""
         return self._hand_out(next(self._batches))
-
-    def reserve(self, until: Sequence[Future[Any]]) -> None:
-        """Rows are there at once: there is no frozen model whose work could be done ahead."""
 
     def evaluate(self, engine: Any, step: int, *, force: bool = False) -> Mapping[str, float] | None:
         """Measure the loss on held-out rows if due or forced."""

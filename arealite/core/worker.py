@@ -47,7 +47,6 @@ class Call:
     redo: Redo = "in_step"
     timeout_s: float | None = None  # None is that of the group
     life: int | None = None  # `num_respawns` of the group when its arguments were made, if only those workers can do it
-    step: int | None = None  # whose batch it works on, if that is the next step
     layout: tuple[Mapping[str, str], ...] = ()  # of a part: keys of each piece by their names in the batch
     makes: bool = False  # whether `run` takes nothing and returns the role's engine
 

@@ -60,10 +60,11 @@ class Workers:
                 "--nproc-per-node 1, and set workers.<role>.ranks."
             )
         self._config, self._limits = config, config.workers or WorkersConfig()
-        for key, number in {"ahead": self._limits.ahead, "rollout.num": self._limits.rollout.num}.items():
-            if number and not is_declared:
-                where = "in a script with a loop of its own"
-                raise ConfigError(f"workers.{key} must be 0 {where}: got {number}. Remove it, or declare a graph.")
+        if (num := self._limits.rollout.num) and not is_declared:
+            raise ConfigError(
+                f"workers.rollout.num must be 0 in a script with a loop of its own: got {num}. Remove it, or declare a "
+                "graph."
+            )
         self._layout = make_layout(config)
         self._groups: dict[str, WorkerGroup] = {}  # by name
         self._step, self._num_batches = 0, 0  # of the run; scattered since the last snapshot

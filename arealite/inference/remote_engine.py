@@ -107,7 +107,6 @@ class RemoteInferenceEngine(InferenceEngine):
         self.catch_up: Callable[[], None] | None = None  # updates joining servers (collective); of `publish_weights`
         self._rate_from = (time.monotonic(), 0)  # when `metrics` was last called, and how many tokens had been sampled
         self._replay: Replay | None = None
-        self._reserved: Any = None  # the next batch, as `hand_out` has made it
         self._training: Any = None  # this rank's share of the batch that is trained on, or a master's batch
         self._exchange = RankZeroExchange()
         self._showing = BackgroundTasks("showing the servers to other clients", logger)
@@ -288,32 +287,11 @@ class RemoteInferenceEngine(InferenceEngine):
     def prepare_batch(
         self, dataloader: Dataloader, workflow: RolloutWorkflow, should_accept: ShouldAccept | None = None
     ) -> TensorDict:
-        if self._reserved is not None:
-            self._training, self._reserved = self._reserved, None
-            self._require_executor().train_reserved()
-            return self._training
-
         @activity.waiting()
         def collect() -> TensorDict:
             return self._rollouts().prepare_batch(dataloader, workflow, should_accept)
 
         return self._share(collect)
-
-    def reserve_batch(
-        self,
-        dataloader: Dataloader,
-        workflow: RolloutWorkflow,
-        should_accept: ShouldAccept | None = None,
-        *,
-        until: Sequence[Future[Any]],
-    ) -> Any:
-        """Return what the next `prepare_batch` will return, for a master whose frozen models work on it while others
-        train; None if it is not certain before all of `until` are done, or in a replay. No other batch may come first.
-        """
-        if self._replay is None:
-            batch = self._require_executor().reserve_batch(dataloader, workflow, should_accept, until=until)
-            self._reserved = None if batch is None else self._hand_out(batch)
-        return self._reserved
 
     def _share(self, collect: Callable[[], TensorDict]) -> Any:
         """Return this rank's share of what rank 0 collects, or what `hand_out` makes of all of it."""

@@ -10,7 +10,6 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any, TypeVar, cast
 
 from tensordict import TensorDict
@@ -41,7 +40,6 @@ logger = logging.getLogger("arealite.rollout")
 _GRACE_S = 30.0  # added to `episode_timeout` before a wait without any event gives up
 _CLOSE_S = 10.0  # how long cancelled tasks may take to end
 _STARTS_PER_TURN = 32  # episodes started in one turn of the event loop: thousands at once would delay everything else
-_TOO_LATE = -1  # to reserve a batch
 _UNNAMED_EPOCH = -1  # epoch of prompts that were submitted without a `prompt_id`
 
 
@@ -100,48 +98,14 @@ class RolloutExecutor:
             self.loop.run(self._issue(source.prompts(num_prompts, workflow, should_accept), source.cursor()))
         return self._hand_out(self._wait_for(self._take, self._batch_size))
 
-    def reserve_batch(
-        self,
-        dataloader: Dataloader,
-        workflow: RolloutWorkflow,
-        should_accept: ShouldAccept | None = None,
-        *,
-        until: Sequence[Future[Any]],
-    ) -> TensorDict | None:
-        """Return the batch of the next version once it is certain; None if it is not before all of `until` are done.
-
-        Its episodes count as accepted until `train_reserved`, which must come before any other batch.
-        """
-        should_accept = should_accept or (lambda trajectory: True)
-        source = self._begin_with(dataloader, workflow, should_accept)
-        for future in until:
-            future.add_done_callback(lambda _: self.loop.call_soon(self._wake))
-
-        def num_wanted() -> int | None:
-            if all(future.done() for future in until):
-                return _TOO_LATE
-            num_prompts = self._num_wanted(ahead=1)
-            return num_prompts if num_prompts is not None or self._running else _TOO_LATE
-
-        # Neither servers that join nor a request to stop end this wait: the weights are being changed.
-        while num_prompts := self.loop.run(self._wait_until(num_wanted, self._batch_size)):
-            if num_prompts == _TOO_LATE:
-                return None
-            self.loop.run(self._issue(source.prompts(num_prompts, workflow, should_accept), source.cursor()))
-        return assemble_batch([one.trajectory for one in self.loop.run(self._ready.reserve(self._batch_size))])
-
-    def train_reserved(self) -> None:
-        """Note that the step of the reserved batch begins."""
-        self._keep(self.loop.run(self._take_reserved()))
-
-    def _num_wanted(self, *, ahead: int = 0) -> int | None:
+    def _num_wanted(self) -> int | None:
         """Return how many prompts to queue, 0 when a batch can be taken, None when neither is possible yet."""
         # Asynchronous training asks for one batch more than may start now, so that rejected episodes are replaced.
         spare = self._batch_size if self.config.max_head_offpolicyness else 0
         num_prompts = min(self._account.room() + spare, self._queue_size) - len(self._queue)
         if num_prompts > 0 and not self._is_open:
             return num_prompts
-        return 0 if self._account.can_take(self._batch_size, ahead=ahead) else None
+        return 0 if self._account.can_take(self._batch_size) else None
 
     def submit(self, row: Row, workflow: RolloutWorkflow) -> None:
         """Queue one episode and return at once."""
@@ -206,14 +170,11 @@ class RolloutExecutor:
 
     def _hand_out(self, episodes: list[Episode], *, is_evaluation: bool = False) -> TensorDict:
         episodes = sorted(episodes, key=lambda one: one.prompt_id)
-        self._keep(episodes, is_evaluation=is_evaluation)
-        return assemble_batch([one.trajectory for one in episodes])
-
-    def _keep(self, episodes: list[Episode], *, is_evaluation: bool = False) -> None:
         trained_step = None if is_evaluation else self._account.version
         self.store.append(f"{'eval_' * is_evaluation}step_{self._account.version}", episodes, trained_step=trained_step)
         if self._source is not None and not is_evaluation:
             self._source.note_rewards({one.prompt_id: one.rewards for one in episodes})
+        return assemble_batch([one.trajectory for one in episodes])
 
     def _new_prompt(self, row: Row, workflow: RolloutWorkflow) -> Prompt:
         self._num_unnamed += 1
@@ -392,10 +353,6 @@ class RolloutExecutor:
 
         await self._wait_until(can_take, count, timeout)
         return self._ready.take(count)
-
-    async def _take_reserved(self) -> list[Episode]:
-        self._check()
-        return self._ready.take_reserved()
 
     # In the event loop: waits
 

@@ -1,8 +1,6 @@
 """Accepted episodes that no batch has taken: which ones the next batch holds, and which ones are rejected after all.
 
-Invariant: an episode leaves as part of one batch or by one rejection, and the ledger hears of either. A batch that is
-*reserved* is out of reach of others, but counts as accepted until its step begins: whoever resumes from a checkpoint in
-between runs its episodes again.
+Invariant: an episode leaves as part of one batch or by one rejection, and the ledger records either.
 """
 
 import heapq
@@ -24,7 +22,6 @@ class ReadyEpisodes:
         self._account, self._ledger, self._budgets = account, ledger, budgets
         self._on_rejection = on_rejection
         self._episodes: dict[Episode, None] = {}
-        self._reserved: list[Episode] = []
 
     def __len__(self) -> int:
         return len(self._episodes)
@@ -37,28 +34,10 @@ class ReadyEpisodes:
 
     def take(self, count: int) -> list[Episode]:
         """Hand the `count` oldest ones to the update of the current version."""
-        assert not self._reserved, "the reserved batch comes first"
-        return self._train(self._oldest(count))
-
-    async def reserve(self, count: int) -> list[Episode]:
-        """Set the next version's batch aside, which it is certain to hold, and return it by prompt."""
-        assert self._account.can_take(count, ahead=1) and not self._reserved
-        self._reserved = sorted(self._oldest(count, ahead=1), key=lambda one: one.prompt_id)
-        return self._reserved
-
-    def take_reserved(self) -> list[Episode]:
-        """Hand the reserved batch to the update of the current version."""
-        reserved, self._reserved = self._reserved, []
-        return self._train(reserved)
-
-    def _oldest(self, count: int, *, ahead: int = 0) -> list[Episode]:
-        fresh = [one for one in self._episodes if not self._account.is_overdue(one.head_version, ahead=ahead)]
-        oldest = heapq.nsmallest(count, fresh, key=lambda one: (one.head_version, one.prompt_id))
-        for episode in oldest:
+        fresh = [one for one in self._episodes if not self._account.is_overdue(one.head_version)]
+        episodes = heapq.nsmallest(count, fresh, key=lambda one: (one.head_version, one.prompt_id))
+        for episode in episodes:
             del self._episodes[episode]
-        return oldest
-
-    def _train(self, episodes: list[Episode]) -> list[Episode]:
         self._ledger.train([one.prompt for one in episodes], self._account.version)
         self._budgets.accept()
         return episodes

@@ -49,24 +49,19 @@ class StalenessAccount:
         """Return how many episodes may start now; 0 or less is none."""
         return min(self.max_concurrent - self.running.total(), self.room())
 
-    def is_overdue(self, head_version: int, *, ahead: int = 0) -> bool:
-        """Return whether consuming an episode of this head, `ahead` versions from now, would break the bound."""
-        return self.overdue != "train" and head_version < self.version + ahead - self.max_head_offpolicyness
+    def is_overdue(self, head_version: int) -> bool:
+        """Return whether consuming an episode of this head now would break the bound."""
+        return self.overdue != "train" and head_version < self.version - self.max_head_offpolicyness
 
-    def can_take(self, count: int, *, ahead: int = 0) -> bool:
-        """Return whether the `count` oldest ready episodes may be consumed, if each version consumes `count`.
-
-        With `ahead` 1 they are those of the next version, once this one has consumed its own. What is true stays so:
-        episodes that start later have this version as their head, and admission leaves at most `(eta - 1) * count` of
-        them unconsumed, what the waiting rule allows if `eta` is at least 1.
-        """
+    def can_take(self, count: int) -> bool:
+        """Return whether the `count` oldest ready episodes may be consumed, if each version consumes `count`."""
         if self.overdue != "wait":
-            return sum(num for head, num in self.ready.items() if not self.is_overdue(head, ahead=ahead)) >= count
+            return sum(num for head, num in self.ready.items() if not self.is_overdue(head)) >= count
         unconsumed = finished = 0
         for head_version in sorted(self.ready.keys() | self.running.keys()):
             unconsumed += self.ready[head_version] + self.running[head_version]
             finished += self.ready[head_version]
-            later = max(0, head_version + self.max_head_offpolicyness - self.version - ahead) * count
+            later = max(0, head_version + self.max_head_offpolicyness - self.version) * count
             if finished < min(count, unconsumed - later):
                 return False
         return finished >= count

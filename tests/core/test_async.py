@@ -36,7 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tiny_model(out=folder / "model", corpus=None, seed=1)
     (folder / "even.py").write_text(EVEN)
     keys = ["allocation_mode=lite.d2p1t1+d1p1t1", "async_training=true", f"rollout.max_head_offpolicyness={BOUND}"]
-    keys += ["workers.ref.ranks=1", "workers.ahead=1", "ref={}", "actor.kl_ctl=0.001"]
+    keys += ["workers.ref.ranks=1", "ref={}", "actor.kl_ctl=0.001"]
     keys += ["workers.critic.ranks=1", f"total_train_steps={STEPS}", f"reward={folder / 'even.py'}:even"]
     keys += [
         f"train_dataset.batch_size={BATCH}",
@@ -77,7 +77,6 @@ def test_no_token_is_staler_than_the_bound(run: Path) -> None:
 
 
 def test_numbers_of_an_update_are_stored_beside_the_batch_that_it_was_of(run: Path) -> None:
-    """Also where that was handed out while the policy still trained on the one before."""
     for step in range(STEPS):
         samples = stored_rows(folder := run / "rollouts" / f"step_{step}")
         updates = read_update(folder / "0.parquet", range(len(samples)))
@@ -92,18 +91,7 @@ def test_no_prompt_is_lost_or_repeated(run: Path, measured: Callable[..., None])
     assert audit["adds_up"] and audit["lost"] == 0 and audit["repeated"] == 0
 
 
-def test_the_reference_works_on_the_next_batch_while_the_policy_trains(run: Path) -> None:
-    """Its call of a step begins before the update of the step before has ended, once servers keep up."""
-    calls = {(one.call, one.step): one for one in read_calls(run / "calls.jsonl") if "." not in one.call}
-    assert {step for name, step in calls if name == "ref_inf"} == set(range(STEPS))
-    ahead = [step for step in range(1, STEPS) if calls["ref_inf", step].begin < calls["actor_train", step - 1].end]
-    assert ahead, "no batch was certain before the update of the step before had ended"
-    both = [calls["ref_inf", ahead[0]], calls["actor_train", ahead[0] - 1]]
-    assert overlap(both) >= 1.0 and all(row["core/overlap"] >= 1.0 for row in metrics(run))
-
-
 def test_page_metrics_and_log_agree_on_the_calls_of_a_step(run: Path, measured: Callable[..., None]) -> None:
-    """Also where the one of the reference ran while the policy still trained on the batch before."""
     calls = [one for one in read_calls(run / "calls.jsonl") if "." not in one.call]
     for step, row in enumerate(metrics(run)):
         of_step = [one for one in calls if one.step == step]

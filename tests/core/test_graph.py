@@ -55,14 +55,6 @@ def test_edges_follow_from_keys() -> None:
     ]
 
 
-def test_calls_that_need_nothing_but_the_batch_may_go_ahead() -> None:
-    score = MFC("score", "ref", "inference", free, ("ref_logprobs",), ("scores",))
-    judge = MFC("judge", "ref", "inference", free, ("proximal_logprobs",), ("judged",))
-    train = change("actor_train", inputs=(*PPO["actor_train"].inputs, "scores", "judged"))
-    assert [call.name for call in graph(score, judge, train).calls_ahead(["ref"])] == ["ref_inf", "score"]
-    assert graph().calls_ahead([]) == []
-
-
 def test_a_graph_never_changes() -> None:
     calls = [*PPO.values()]
     graph = DataFlowGraph(calls, engines := dict(ENGINES), publishes="actor")

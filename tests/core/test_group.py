@@ -293,23 +293,16 @@ def test_a_call_that_can_not_be_repeated_fails_for_all_and_later_ones_go_on(star
         group.submit(Call("actor.pid", "actor", "pid", redo="never", life=0)).values.result(timeout=300)
 
 
-@pytest.mark.parametrize("is_ahead", [False, True], ids=["of this step", "of the step before, for this one"])
-def test_pieces_on_a_node_that_dies_are_made_again(
-    cluster: RayCluster, start: Start, tmp_path: Path, is_ahead: bool
-) -> None:
-    cluster.add(f"spare-{is_ahead}")
+def test_pieces_on_a_node_that_dies_are_made_again(cluster: RayCluster, start: Start, tmp_path: Path) -> None:
+    cluster.add("spare")
     maker, user = start("ref", ranks=1, gpus=4, is_trained=False), start("actor", ranks=1, gpus=4)
     ids = TensorDict({"input_ids": torch.arange(2)[:, None], "attention_mask": torch.ones(2, 1, dtype=torch.bool)}, 2)
     pieces = Pieces([ray.put(pack(ids, ids.keys()))])
     batch = RemoteBatch([[0, 1]])
     batch["input_ids"], batch["attention_mask"] = Column(pieces, "input_ids"), Column(pieces, "attention_mask")
-    step = 2 if is_ahead else None
-    wide = [maker.submit(widening(maker, batch, factor, step)) for factor in (1.0, 2.0)]
+    wide = [maker.submit(widening(maker, batch, factor)) for factor in (1.0, 2.0)]
     for one in wide:
         ray.wait(one.pieces.result(), fetch_local=False)
-    if is_ahead:
-        maker.begin_step(2)
-        wait_until("the snapshot of step 2", lambda: maker.step == 2 and len(maker._tasks) == 2, 60)
     first = wide[0].pieces.result()[0].hex()
     cluster.kill(cluster.machine_of(psutil.Process(value(maker, "pid"))))
     totals = []
@@ -351,9 +344,9 @@ def test_pairs_of_answers_stay_together(cluster: RayCluster, tmp_path: Path) -> 
     assert workers.scatter(batch).order == [[0, 1], [2, 3, 4, 5]]
 
 
-def widening(group: WorkerGroup, batch: RemoteBatch, factor: float, step: int | None) -> Call:
+def widening(group: WorkerGroup, batch: RemoteBatch, factor: float) -> Call:
     seen, kwargs = batch.select(["input_ids"]), {"factor": factor}
-    return Call("ref.widen", "ref", "widen", kwargs=kwargs, batch=seen, output="wide", step=step)
+    return Call("ref.widen", "ref", "widen", kwargs=kwargs, batch=seen, output="wide")
 
 
 def test_who_waits_for_pieces_that_nobody_will_make_again_learns_why() -> None:

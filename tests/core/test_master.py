@@ -11,14 +11,12 @@ pytest.importorskip("ray")
 from arealite.api.cli_args import PPOConfig, load_expr_config
 from arealite.api.errors import ConfigError
 from arealite.core.batch import Column, Pieces, RemoteBatch
-from arealite.core.experiments import ppo
 from arealite.core.graph import MFC, DataFlowGraph
 from arealite.core.group import Task
 from arealite.core.master import Master
 from arealite.core.records import CallLog, CallRecord
 from arealite.core.sources import Episodes
 from arealite.core.worker import Call, Outcome
-from arealite.core.workers import Workers
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.utils.distributed import join_default_group, leave_default_group
 from arealite.viewer.charts import charts
@@ -36,30 +34,6 @@ def graph(*roles: str) -> DataFlowGraph:
 
 def load(*given: str) -> Any:
     return load_expr_config(["--config", str(CONFIG), *given], PPOConfig)[0]
-
-
-def test_a_batch_ahead_needs_a_bound_and_somebody_who_works_on_it() -> None:
-    def load(*keys: str) -> PPOConfig:
-        path = CONFIG.with_name("async-ppo.yaml")
-        return load_expr_config(["--config", str(path), "workers.ahead=1", *keys], PPOConfig)[0]
-
-    synchronous = (
-        r"workers.ahead must be 0 if training is synchronous: got 1 and rollout.max_head_offpolicyness=0\. Its"
-    )
-    with pytest.raises(ConfigError, match=synchronous):
-        load("async_training=false")
-    with pytest.raises(ConfigError, match=r"workers.ahead must be 0 .* got 1 and rollout.max_head_offpolicyness=0"):
-        load("rollout.max_head_offpolicyness=0")
-    for beside in ((), ("ref={}", "actor.kl_ctl=0.1"), ("ref={}", "actor.kl_ctl=0.1", "workers.ref.share=critic")):
-        config = load(*beside)
-        with pytest.raises(
-            ConfigError, match=r"workers.ahead must have a call that reads nothing but the batch, of a ro"
-        ):
-            Master(config, ppo(config))
-    config = load("ref={}", "actor.kl_ctl=0.1", "workers.ref.ranks=1", "allocation_mode=sglang.d3p1t1+d2p1t1")
-    Master(config, ppo(config))
-    with pytest.raises(ConfigError, match=r"workers.ahead must be 0 in a script with a loop of its own: got 1"):
-        Workers(config)
 
 
 def test_any_number_of_roles_may_train() -> None:

@@ -13,7 +13,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -91,70 +90,6 @@ def test_staleness_of_every_token_is_bounded_with_stragglers(start: Callable[...
         seen += [(version, prompt) for prompt in prompts_of(batch)]
         engine.set_version(version + 1)
     assert len(seen) == 48
-
-
-def test_a_reserved_batch_is_trained_when_its_step_begins(start: Callable[..., IdleEngine], tmp_path: Path) -> None:
-    """What ends between the two goes into a later batch, and the bound holds at the version that trains."""
-    names = {"fileroot": str(tmp_path), "experiment_name": "e", "trial_name": "t"}
-    engine = start(consumer_batch_size=2, max_head_offpolicyness=1, max_concurrent_rollouts=64, **names)
-    executor, workflow, over = engine.executor, WaitingWorkflow(), Future[None]()
-    loader = ([row] for row in ({"delay_s": 0.0} for _ in itertools.count()))
-    assert prompts_of(executor.prepare_batch(loader, workflow)) == [0, 1]
-    reserved = executor.reserve_batch(loader, workflow, until=[over])
-    assert reserved is not None and prompts_of(reserved) == [2, 3]
-    assert executor._ledger.counts["accepted"] >= 2 and executor._ledger.counts["trained"] == 2
-    engine.set_version(1)
-    executor.train_reserved()
-    assert executor._ledger.counts["trained"] == 4
-    executor.store.flush()
-    lines = stored_rows(tmp_path / "e" / "t" / "rollouts" / "step_1")
-    assert [(one["prompt_id"], one["trained_step"]) for one in lines] == [("0-2", 1), ("0-3", 1)]
-    over.set_result(None)
-    assert executor.reserve_batch(loader, workflow, until=[over]) is None
-    engine.set_version(2)
-    assert prompts_of(executor.prepare_batch(loader, workflow)) == [4, 5]
-
-
-def test_a_reserved_batch_whose_step_never_begins_is_run_again(tmp_path: Path) -> None:
-    names = {"fileroot": str(tmp_path), "experiment_name": "e", "trial_name": "t"}
-    config = InferenceEngineConfig(consumer_batch_size=2, max_head_offpolicyness=1, **names)
-    loader, workflow, over = PromptLoader([{"row": i} for i in range(40)], 2, seed=5), WaitingWorkflow(), Future[None]()
-    engine = IdleEngine(config)
-    engine.executor.prepare_batch(loader, workflow)
-    assert engine.executor.reserve_batch(loader, workflow, until=[over]) is not None
-    engine.set_version(1)
-    state, cursor = engine.executor.state_dict(), loader.state_dict()  # a checkpoint between the two
-    engine.executor.train_reserved()
-    engine.executor.close()
-
-    engine, loader = IdleEngine(config), PromptLoader([{"row": i} for i in range(40)], 2, seed=5)
-    loader.load_state_dict(cursor)
-    engine.executor.load_state_dict(state)
-    engine.set_version(1)
-    try:
-        for version in (1, 2):
-            engine.executor.prepare_batch(loader, workflow)
-            engine.set_version(version + 1)
-    finally:
-        engine.executor.close()
-    found = audit(tmp_path / "e" / "t")
-    assert (found.trained, found.lost, found.repeated) == (6, 0, 0)
-
-
-def test_a_batch_that_is_not_certain_when_training_ends_is_not_reserved(start: Callable[..., IdleEngine]) -> None:
-    engine = start(consumer_batch_size=1, max_head_offpolicyness=1, max_concurrent_rollouts=64)
-    executor, workflow, over = engine.executor, WaitingWorkflow(), Future[None]()
-    loader = ([{"delay_s": 30.0 * (number == 1)}] for number in itertools.count())
-    assert prompts_of(executor.prepare_batch(loader, workflow)) == [0]
-    workflow.started.clear()
-    executor.loop.submit(_set_when(over, lambda: len(executor._running) == 1))
-    assert executor.reserve_batch(loader, workflow, until=[over]) is None
-
-
-async def _set_when(future: Future[None], holds: Callable[[], bool]) -> None:
-    while not holds():
-        await asyncio.sleep(0)
-    future.set_result(None)
 
 
 def test_synchronous_batches_are_the_data_in_order(start: Callable[..., IdleEngine]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import random
 import tempfile
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
@@ -74,7 +73,6 @@ class Machine(RuleBasedStateMachine):
         """Start a process: from the newest checkpoint if there is one."""
         self.engine = IdleEngine(self.config, CorneredExecutor)
         self.executor = self.engine.executor
-        self.reserved: TensorDict | None = None
         assert isinstance(self.executor, CorneredExecutor)
         self.workflow = self.executor.adversary = HeldWorkflow(self.rng, straggler_share=0.9)
         self.loader = PromptLoader([{"row": i} for i in range(_ROWS)], 3, seed=5)
@@ -96,20 +94,13 @@ class Machine(RuleBasedStateMachine):
     def run_folder(self) -> Path:
         return Path(self.folder.name) / "exp" / "trial"
 
-    @rule(ahead=st.booleans())
-    def train(self, ahead: bool = False) -> None:
-        """Do a step; with `ahead` the next batch is reserved meanwhile, which a checkpoint or a death may follow."""
-        if self.reserved is None:
-            batch = self.executor.prepare_batch(self.loader, self.workflow, accept)
-        else:
-            batch, self.reserved = self.reserved, None
-            self.executor.train_reserved()
+    @rule()
+    def train(self) -> None:
+        """Do a step."""
+        batch = self.executor.prepare_batch(self.loader, self.workflow, accept)
         self.executor.state_dict()
         self.keep(batch)
         self.executor.loop.run(self.workflow.end_some())
-        if ahead and self.config.max_head_offpolicyness:
-            over: Future[None] = Future()
-            self.reserved = self.executor.reserve_batch(self.loader, self.workflow, accept, until=[over])
         self.engine.set_version(self.engine.version + 1)
 
     @rule()

@@ -7,7 +7,6 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -30,8 +29,6 @@ class Simulation:
     num_servers: int = 3
     now: float = 0.0
     staleness: list[int] = field(default_factory=list)
-    rule_ahead: Rule | None = None
-    """When the batch of the next version may be reserved; None is never."""
     ready: Batch = field(default_factory=list)
     """Head version, number, oldest version of a token."""
 
@@ -73,17 +70,14 @@ class Simulation:
 
     def run(self, num_steps: int) -> list[int]:
         """Train `num_steps` batches and return the staleness of everything trained."""
-        reserved: Batch = []
         for _ in range(num_steps):
             self.admit()
-            while not reserved and not self.rule(self.account):
+            while not self.rule(self.account):
                 self.step()
-            for head, _, oldest in reserved or self.take():
+            for head, _, oldest in self.take():
                 self.account.move(head, "accepted", "trained")
                 self.staleness.append(self.version - oldest)
             self.admit()
-            self.pass_time(self.rng.choice([0.0, 1.0, 20.0]))
-            reserved = self.take() if self.rule_ahead is not None and self.rule_ahead(self.account) else []
             self.pass_time(self.rng.choice([0.0, 1.0, 20.0]))
             for server in self.rng.sample(range(self.num_servers), self.num_servers):
                 self.server_versions[server] = self.version + 1
@@ -112,10 +106,6 @@ def ours(account: StalenessAccount) -> bool:
     return account.can_take(account.batch_size)
 
 
-def ours_ahead(account: StalenessAccount) -> bool:
-    return account.can_take(account.batch_size, ahead=1)
-
-
 def wait_for_the_overdue_only(account: StalenessAccount) -> bool:
     oldest_allowed = account.version - account.max_head_offpolicyness
     return account.ready.total() >= account.batch_size and all(head > oldest_allowed for head in account.running)
@@ -134,12 +124,11 @@ def simulated(
     max_concurrent: int,
     straggler_share: float,
     version: int = 0,
-    rule_ahead: Rule | None = None,
 ) -> list[int]:
     account = StalenessAccount(
         batch_size=batch_size, max_head_offpolicyness=eta, max_concurrent=max_concurrent, version=version
     )
-    return Simulation(random.Random(seed), account, rule, straggler_share, rule_ahead=rule_ahead).run(20)
+    return Simulation(random.Random(seed), account, rule, straggler_share).run(20)
 
 
 @given(
@@ -149,10 +138,9 @@ def simulated(
     max_concurrent=st.integers(1, 40),
     straggler_share=st.sampled_from([0.0, 0.05, 0.5]),
     version=st.sampled_from([0, 7]),
-    is_ahead=st.booleans(),
 )
 def test_no_trained_token_is_older_than_the_bound(
-    seed: int, eta: int, batch_size: int, max_concurrent: int, straggler_share: float, version: int, is_ahead: bool
+    seed: int, eta: int, batch_size: int, max_concurrent: int, straggler_share: float, version: int
 ) -> None:
     staleness = simulated(
         ours,
@@ -162,7 +150,6 @@ def test_no_trained_token_is_older_than_the_bound(
         max_concurrent=max_concurrent,
         straggler_share=straggler_share,
         version=version,
-        rule_ahead=ours_ahead if is_ahead and eta else None,
     )
     assert len(staleness) == 20 * batch_size
     assert max(staleness) <= eta
@@ -175,12 +162,6 @@ def test_weaker_rules_break_the_bound(rule: Rule) -> None:
         max(simulated(rule, seed, eta=2, batch_size=4, max_concurrent=40, straggler_share=0.5)) for seed in range(20)
     )
     assert worst > 2
-
-
-def test_the_rule_of_this_version_is_too_weak_for_the_next_ones_batch() -> None:
-    keys: dict[str, Any] = {"eta": 2, "batch_size": 4, "max_concurrent": 40, "straggler_share": 0.5}
-    assert max(max(simulated(ours, seed, **keys, rule_ahead=ours_ahead)) for seed in range(20)) == 2
-    assert max(max(simulated(ours, seed, **keys, rule_ahead=ours)) for seed in range(20)) > 2
 
 
 def test_more_than_a_batch_may_be_due_at_once() -> None:
@@ -203,34 +184,6 @@ def test_more_than_a_batch_may_be_due_at_once() -> None:
     assert not account.can_take(2)
     account.move(0, "running", "accepted")
     assert account.can_take(2)
-
-
-def test_the_next_batch_is_certain_once_what_this_version_admits_fits_into_later_ones() -> None:
-    """eta 2, batch 2, at version 1, whose own batch is gone: two of head 0 are due at version 2."""
-    account = StalenessAccount(batch_size=2, max_head_offpolicyness=2, max_concurrent=100, version=1)
-    account.consumed = 4
-    for head in (0, 0, 1, 1):
-        account.move(head, "issued", "running")
-    for _ in range(2):
-        account.move(1, "running", "accepted")
-    assert account.can_take(2) and not account.can_take(2, ahead=1)
-    account.move(0, "running", "accepted")
-    assert not account.can_take(2, ahead=1)
-    account.move(0, "running", "failed")
-    assert account.can_take(2, ahead=1)
-    while account.capacity() > 0:  # what starts from now on changes nothing
-        account.move(1, "issued", "running")
-    assert account.running == {1: 1} and account.can_take(2, ahead=1)
-
-
-def test_the_next_batch_holds_nothing_that_will_be_overdue() -> None:
-    account = StalenessAccount(batch_size=1, max_head_offpolicyness=1, max_concurrent=100, version=1, overdue="drop")
-    account.move(0, "issued", "running")
-    account.move(0, "running", "accepted")
-    assert account.can_take(1) and not account.can_take(1, ahead=1)
-    account.move(1, "issued", "running")
-    account.move(1, "running", "accepted")
-    assert account.can_take(1, ahead=1)
 
 
 def test_capacity_by_hand() -> None:

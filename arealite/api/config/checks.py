@@ -177,16 +177,6 @@ def check_senders(rollout: InferenceEngineConfig | None, num_ranks: int | None) 
     )
 
 
-def check_ahead(workers: WorkersConfig | None, rollout: InferenceEngineConfig | None) -> None:
-    """A batch ahead is sampled before the update that precedes its step."""
-    bound = 0 if rollout is None else rollout.max_head_offpolicyness
-    require(
-        workers is None or workers.ahead <= bound,
-        f"workers.ahead must be 0 if training is synchronous: got 1 and rollout.max_head_offpolicyness={bound}. "
-        "Its next batch comes after the update. Set async_training=true and a bound of at least 1, or workers.ahead=0.",
-    )
-
-
 def check_training(engine: TrainEngineConfig, key: str, dataset: DatasetConfig, expected_type: str) -> None:
     """A trained model has an optimizer, and the data its experiment needs."""
     require(

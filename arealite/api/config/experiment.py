@@ -171,7 +171,6 @@ class BaseExperimentConfig(ConfigBase):
         checks.check_schedule(self.recover, self.evaluator, self.valid_dataset)
         checks.check_mixture(self.train_dataset, self.valid_dataset)
         checks.check_allocation(mode, self.allocation_mode, self.cluster, rollout)
-        checks.check_ahead(self.workers, rollout)
         checks.check_colocated(mode, rollout, self.workers)
         num_ranks = None if mode is None or self.workers is not None else mode.train_world_size
         checks.check_senders(rollout, num_ranks)

@@ -46,9 +46,6 @@ class WorkersConfig(ConfigBase):
     """The model of an experiment without reinforcement learning."""
     rollout: RolloutWorkersConfig = field(default_factory=RolloutWorkersConfig)
     """Episodes."""
-    ahead: Literal[0, 1] = 0
-    """Batches on which roles that never train, on workers of their own, work while others train (declared graphs); 1
-    needs `rollout.max_head_offpolicyness` of at least 1."""
     call_timeout: Positive = 7200.0
     """Seconds that a call may take before its group counts as lost."""
     restarts: NonNegativeInt = 3
