@@ -39,7 +39,7 @@ from arealite.engine.sft.lm_engine import sft_loss_fn
 from arealite.generation.engine import GenerationEngine
 from arealite.generation.model_runner import ModelRunner
 from arealite.generation.request import GenerationRequest, SamplingParams
-from arealite.utils.memory_plan import kv_bytes_per_token, model_shape, training_state, training_step
+from arealite.planner.memory import kv_bytes_per_token, model_shape, training_state, training_step
 
 GIB = 2**30
 ROWS = 8

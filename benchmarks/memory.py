@@ -31,7 +31,7 @@ from arealite.api.io_struct import FinetuneSpec
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.hf_model import build_meta_model
 from arealite.engine.packed_attention import PACKED_SDPA
-from arealite.utils.memory_plan import FLOAT32, model_shape, phases, training_state
+from arealite.planner.memory import FLOAT32, model_shape, phases, training_state
 from arealite.utils.network import hold_port, port_of
 
 REPOSITORY = Path(__file__).parents[1]

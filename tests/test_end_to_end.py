@@ -218,7 +218,7 @@ def test_one_process_samples_and_trains(model: Path, tmp_path: Path) -> None:
 
 BRANCHING = """
 from arealite.api.io_struct import ModelRequest
-from arealite.utils.chat_template import prompt_tokens
+from arealite.chat.template import prompt_tokens
 from arealite.workflow.rlvr import RLVRWorkflow
 from arealite.workflow.trajectory import TrajectoryBuilder, sample_group
 

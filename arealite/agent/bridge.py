@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from arealite.agent.turns import Run, Turn, continues
 from arealite.api.io_struct import ModelResponse
-from arealite.utils.chat_text import Message, texts_of
+from arealite.chat.text import Message, texts_of
 from arealite.workflow.conversation import ChatModel
 
 _JOINER = "\u200b"  # a space of no width: breaks up the text of a control token

@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 
 import datasets
 
+from arealite.chat import template
 from arealite.dataset.rows import CHUNK, Row, Rows, digest_of
-from arealite.utils import chat_template, heartbeat
+from arealite.utils import heartbeat
 from arealite.utils.files import file_lock, free_space, fresh_folder, publish_folder, sync
 
 logger = logging.getLogger("arealite.dataset")
@@ -122,6 +123,6 @@ def tokenizer_content(tokenizer: Any) -> str:
 @functools.cache
 def code_content() -> str:
     """Return what changes when the code that makes tokens of rows does."""
-    files = [*Path(__file__).parent.glob("*.py"), Path(chat_template.__file__)]
+    files = [*Path(__file__).parent.glob("*.py"), Path(template.__file__)]
     versions = [version(name).encode() for name in ("transformers", "tokenizers", "jinja2")]
     return digest_of(*versions, *(path.read_bytes() for path in sorted(files)))

@@ -3,9 +3,9 @@
 from typing import Any
 
 from arealite.api.cli_args import DatasetConfig
+from arealite.chat.template import demonstration, prompt_tokens
 from arealite.dataset.images import images_of, show
 from arealite.dataset.rows import Row
-from arealite.utils.chat_template import demonstration, prompt_tokens
 
 
 def with_messages(row: Row, where: str, config: DatasetConfig) -> Row:

@@ -15,11 +15,11 @@ import pyarrow as pa
 from datasets.arrow_writer import ArrowWriter
 
 from arealite.api.cli_args import DatasetConfig
+from arealite.chat.template import prompt_tokens
 from arealite.dataset.cache import chunks, code_content, made_once, tokenizer_content
 from arealite.dataset.convert import demonstrations, pair_of, with_messages
 from arealite.dataset.images import expanded, images_of, with_known_keys
 from arealite.dataset.rows import ArrowRows, Checksum, Row, Rows, digest_of
-from arealite.utils.chat_template import prompt_tokens
 
 logger = logging.getLogger("arealite.dataset")
 

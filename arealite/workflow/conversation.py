@@ -13,8 +13,8 @@ from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ConfigError, ContextOverflowError
 from arealite.api.io_struct import ModelRequest, ModelResponse
-from arealite.utils.chat_answer import AnswerParser, MalformedCall, call_ids
-from arealite.utils.chat_text import ChatText, Message
+from arealite.chat.answer import AnswerParser, MalformedCall, call_ids
+from arealite.chat.text import ChatText, Message
 from arealite.utils.threads import in_thread
 from arealite.workflow.trajectory import TrajectoryBuilder
 

@@ -16,9 +16,9 @@ from arealite.api.errors import ConfigError
 from arealite.api.io_struct import ModelRequest, ModelResponse
 from arealite.api.reward_api import RewardFunction
 from arealite.api.workflow_api import RolloutWorkflow
+from arealite.chat.template import prompt_tokens
 from arealite.reward.functions import check_names, check_signature
 from arealite.reward.runner import RewardRunner
-from arealite.utils.chat_template import prompt_tokens
 from arealite.workflow.trajectory import sample_group, trajectory_from_response
 
 _NOT_FOR_REWARDS = {"prompt_id", "messages", "prompt", "completions", "prompt_ids", "completion_ids"}

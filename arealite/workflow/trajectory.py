@@ -72,7 +72,7 @@ def row_of_turns(turns: Sequence[SampledTurn], reward: float, *, has_turn_reward
         if response.input_tokens[: len(ids)] != ids:
             raise TrajectoryError(
                 "the prompt of a turn must begin with the tokens of the turns before it: got others in turn "
-                f"{number}. Make it with arealite.utils.chat_template.next_prompt."
+                f"{number}. Make it with arealite.chat.template.next_prompt."
             )
         if turn.reward is not None and response.output_len == 0:
             raise TrajectoryError(

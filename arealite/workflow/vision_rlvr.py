@@ -12,7 +12,7 @@ from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import TrajectoryError
 from arealite.api.io_struct import ModelRequest
 from arealite.api.reward_api import RewardFunction
-from arealite.utils.chat_template import prompt_tokens
+from arealite.chat.template import prompt_tokens
 from arealite.utils.images import Images, as_base64, decode_image, image_processor_of, process_images
 from arealite.utils.placeholders import expansion, image_token_id
 from arealite.utils.threads import in_thread

@@ -27,8 +27,8 @@ from arealite.cli.check.memory import _plan, plan_memory
 from arealite.cli.check.model import context_of
 from arealite.cli.main import main
 from arealite.engine.hf_model import build_meta_model
+from arealite.planner.memory import ModelShape
 from arealite.utils import doc_pages
-from arealite.utils.memory_plan import ModelShape
 
 torch.set_num_threads(1)
 CONFIG = f"""

@@ -13,10 +13,10 @@ import datasets
 import pytest
 from testing_quickstart import make_tiny_model
 
+from arealite.chat.template import demonstration
 from arealite.dataset import cache, get_custom_dataset
 from arealite.dataset.cache import made_once
 from arealite.dataset.loader import PromptLoader
-from arealite.utils.chat_template import demonstration
 from arealite.utils.files import file_lock
 from arealite.utils.hf import load_hf_tokenizer
 

@@ -18,7 +18,7 @@ from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.hf_model import build_meta_model
 from arealite.engine.packed_attention import PACKED_SDPA
 from arealite.engine.sft.lm_engine import sft_loss_fn
-from arealite.utils.memory_plan import model_shape, training_state, training_step
+from arealite.planner.memory import model_shape, training_state, training_step
 
 pytestmark = pytest.mark.xdist_group("two_ranks")
 LENGTH = 128

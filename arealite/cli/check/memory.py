@@ -19,8 +19,7 @@ from arealite.inference.backends.kind import SHARED_MEMORY
 from arealite.launcher.plan.layout import make_layout
 from arealite.launcher.plan.plan import make_plan
 from arealite.launcher.plan.servers import foreign_servers
-from arealite.utils.devices import Node, this_node
-from arealite.utils.memory_plan import (
+from arealite.planner.memory import (
     FLOAT32,
     ModelShape,
     kv_bytes_per_token,
@@ -28,6 +27,7 @@ from arealite.utils.memory_plan import (
     training_state,
     training_step,
 )
+from arealite.utils.devices import Node, this_node
 
 GIB = 2**30
 _TIGHT = 0.85  # of a device; what the plan leaves out needs the rest

@@ -14,6 +14,8 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from arealite.agent.certificate import OUTCOMES, by_mode
 from arealite.api.cli_args import BaseExperimentConfig as Config
 from arealite.api.cli_args import RWEngineConfig
+from arealite.chat.certificate import Certificate, certify
+from arealite.chat.template import prompt_tokens
 from arealite.cli.check.findings import Findings, Level, counted
 from arealite.dataset import load_datasets
 from arealite.dataset.images import expanded
@@ -23,10 +25,9 @@ from arealite.engine.lora import HEAD, add_adapters
 from arealite.engine.packed_attention import pick_attention
 from arealite.inference.backends import kind_of
 from arealite.launcher.plan.servers import foreign_servers
-from arealite.utils.chat_template import Certificate, certify, prompt_tokens
+from arealite.planner.memory import model_shape
 from arealite.utils.hf import load_hf_tokenizer, load_image_processor
 from arealite.utils.images import sees_images
-from arealite.utils.memory_plan import model_shape
 
 _HUB_S = 10.0  # for the hub to answer
 _KEEP_TOKENS = {

@@ -16,12 +16,12 @@ from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
 from arealite.api.script import running
 from arealite.api.source_lines import line_of, lines_of_error, users_line
+from arealite.chat.template import prompt_tokens
 from arealite.cli.check.findings import Findings
 from arealite.cli.own_trainer import load_trainer
 from arealite.reward.functions import check_signature, load_rewards
 from arealite.reward.worker import checked
 from arealite.trainer.sinks import check_packages
-from arealite.utils.chat_template import prompt_tokens
 from arealite.workflow.rlvr import reward_columns
 
 _CALL_S = 10.0  # for one call of a reward function

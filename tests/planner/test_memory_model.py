@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2
 from arealite.algorithms import logprobs
 from arealite.engine.packed_attention import PACKED_SDPA
 from arealite.generation.model_runner import ModelRunner
-from arealite.utils.memory_plan import (
+from arealite.planner.memory import (
     LOGITS_BLOCK,
     MIN_COLUMNS,
     kv_bytes_per_token,

@@ -6,7 +6,8 @@ from testing_chat_templates import STYLES, tokenizer_of
 from testing_quickstart import END, train_tokenizer
 from tokenizers import normalizers
 
-from arealite.utils.chat_template import PLAIN, certify, demonstration, next_prompt, prompt_tokens
+from arealite.chat.certificate import PLAIN, certify
+from arealite.chat.template import demonstration, next_prompt, prompt_tokens
 
 THINK = "answers with a <think> block"
 EMPTY_LINE = "answers that begin with an empty line"

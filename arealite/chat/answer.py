@@ -14,7 +14,7 @@ from typing import Any
 from transformers.utils.chat_parsing.response_parser import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from arealite.utils.chat_text import ChatText, Message
+from arealite.chat.text import ChatText, Message
 
 _FUNCTION = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 _TEXT = {"content": "text", "repeats": True, "join": "\n"}  # the parser would keep only the last piece of several

@@ -6,8 +6,8 @@ import pytest
 from testing_agents import LOOK_UP
 from testing_chat_templates import real_tokenizer
 
-from arealite.utils.chat_answer import AnswerParser, MalformedCall, call_ids
-from arealite.utils.chat_text import ChatText
+from arealite.chat.answer import AnswerParser, MalformedCall, call_ids
+from arealite.chat.text import ChatText
 
 
 @functools.cache
