@@ -10,7 +10,6 @@ import importlib.util
 import inspect
 import json
 import os
-import signal
 from abc import ABC, abstractmethod
 from asyncio.subprocess import PIPE
 from collections.abc import Callable, Sequence
@@ -19,14 +18,15 @@ from typing import Any
 
 from arealite.agent.called import Called
 from arealite.api.errors import AgentError, ConfigError
-from arealite.reward.runner import WorkerProcess, start_message
+from arealite.api.source_lines import SourceLine, users_line
 from arealite.rollout.event_loop import EventLoopThread
 from arealite.utils.environment import SECRET_VARIABLE
-from arealite.utils.processes import describe_exit, exit_status, kill_tree, wait_gone
+from arealite.utils.processes import describe_exit, exit_status, kill_group, wait_gone
 from arealite.utils.threads import in_thread
+from arealite.utils.worker_process import CallError, WorkerCrashError, WorkerPool, pickle_target
 
 _MAX_GROWTH_GIB = 4.0
-_LONGEST_S = 20 * 24 * 3600.0  # of a call in a process; the episode's deadline comes first
+_LONGEST_S = 20 * 24 * 3600.0  # of a command; the episode's deadline comes first
 _MAX_OUTPUT_BYTES = 1 << 20  # of a command: its last line is its reward
 _SHOWN_CHARACTERS = 2000
 _CLOSE_S = 5.0
@@ -139,10 +139,9 @@ class ProcessAgent(Agent):
     def __init__(self, function: Callable[..., Any], num_processes: int) -> None:
         self._name = getattr(function, "__qualname__", type(function).__qualname__)
         self._names = _wanted(function, {"data", *_NAMES})
-        self._start_message = start_message(Called(function), self._name, what="an agent")
+        target = pickle_target(Called(function), self._name, what="an agent")
+        self._pool = WorkerPool(target, name="agent", max_growth_gib=_MAX_GROWTH_GIB)
         self._slots = asyncio.Semaphore(num_processes)
-        self._idle: list[WorkerProcess] = []
-        self._workers: set[WorkerProcess] = set()
 
     async def run(self, data: dict[str, Any], endpoint: Endpoint) -> Any:
         call = {"data": data} | _fields(endpoint)
@@ -152,51 +151,22 @@ class ProcessAgent(Agent):
             "call": {name: call[name] for name in self._names},
         }
         async with self._slots:
-            worker = self._living()
+            worker = self._pool.take()
             try:
-                kind, value = await in_thread(self._call, worker, arguments)
-            except asyncio.CancelledError:
-                await asyncio.shield(in_thread(self._end, worker))
-                raise
-            if kind in ("timeout", "crash"):
-                await in_thread(self._end, worker)
-                raise AgentError(f"agent {self._name} must run in a healthy process: got {value}.")
-            self._idle.append(worker)
-        if kind != "ok":
-            place, _, text = str(value).partition("\n")
-            _, _, last = text.strip().rpartition("\n")
-            error = AgentError(f"agent {self._name} must not raise: got {last}\n{text}")
-            error.add_note(f"It was raised at {place}")
-            raise error
+                await worker.acall(kwargs=arguments)
+            except WorkerCrashError as error:
+                raise AgentError(f"agent {self._name} must run in a healthy process: got {error}.") from error
+            except CallError as error:
+                failure = AgentError(f"agent {self._name} must not raise: got {error.summary}\n{error.text}")
+                place = users_line(SourceLine(*frame) for frame in error.frames)
+                failure.add_note(f"It was raised at {place}")
+                raise failure from None
+            finally:
+                self._pool.give_back(worker)
         return POSTED
 
     def close(self) -> None:
-        for worker in list(self._workers):
-            self._end(worker)
-        self._idle.clear()
-
-    def _living(self) -> WorkerProcess:
-        """Return an idle process, or a new one; those that have ended meanwhile are forgotten."""
-        while self._idle:
-            worker = self._idle.pop()
-            if worker.process.poll() is None:
-                return worker
-            self._end(worker)
-        worker = WorkerProcess(self._start_message, _MAX_GROWTH_GIB)
-        self._workers.add(worker)
-        return worker
-
-    def _call(self, worker: WorkerProcess, arguments: dict[str, Any]) -> tuple[str, Any]:
-        if not worker.is_ready:
-            kind, value = worker.wait_ready()
-            if kind != "ready":
-                self._end(worker)
-                raise AgentError(f"agent {self._name} must be importable in another process: got {value}")
-        return worker.call(arguments, _LONGEST_S)
-
-    def _end(self, worker: WorkerProcess) -> None:
-        self._workers.discard(worker)
-        worker.close()
+        self._pool.close()
 
 
 class CommandAgent(Agent):
@@ -253,7 +223,7 @@ async def _talk(process: asyncio.subprocess.Process, row: bytes) -> tuple[str, s
     talk.add_done_callback(lambda one: one.cancelled() or one.exception())  # nobody waits for that of a cancelled run
     try:
         await in_thread(wait_gone, [process.pid], _LONGEST_S)  # `process.wait` waits for the ends of its pipes as well
-        await in_thread(_kill, process.pid, False)  # what it has left in its group would hold them open
+        await in_thread(kill_group, process.pid, False)  # processes left in its group would hold them open
         async with asyncio.timeout(_CLOSE_S):
             _, output, errors = await talk
             await process.wait()
@@ -270,15 +240,8 @@ async def _talk(process: asyncio.subprocess.Process, row: bytes) -> tuple[str, s
 async def _end(starting: asyncio.Future[asyncio.subprocess.Process]) -> None:
     """End a command, and what it has left in its process group."""
     process = await starting
-    await in_thread(_kill, process.pid, process.returncode is None)
+    await in_thread(kill_group, process.pid, process.returncode is None)
     process._transport.close()  # type: ignore[attr-defined]  # somebody may hold the other ends of its pipes
-
-
-def _kill(pid: int, is_alive: bool) -> None:
-    if is_alive:
-        kill_tree(pid)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
 
 
 _NAMES = ("base_url", "api_key", "untrained_key")

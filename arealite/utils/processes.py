@@ -90,6 +90,14 @@ def kill_tree(pid: int) -> None:
         wait_gone(tree, timeout_s=1)
 
 
+def kill_group(leader: int, is_alive: bool) -> None:
+    """SIGKILL the leader of a process group with its descendants, and processes that it has left in its group."""
+    if is_alive:
+        kill_tree(leader)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
 def shared_memory(pids: Iterable[int]) -> set[str]:
     """Return the files of shared memory that processes have mapped, semaphores included."""
     inodes = set()

@@ -25,11 +25,10 @@ from arealite.api.workflow_api import RolloutWorkflow
 from arealite.utils.tasks import BackgroundTasks
 from arealite.utils.threads import in_thread
 from arealite.workflow.conversation import ChatModel, Conversation
-from arealite.workflow.env_process import EnvProcesses
+from arealite.workflow.env_process import IsolatedEnv, MakeEnv, env_pool
 from arealite.workflow.trajectory import sample_group
 
 logger = logging.getLogger("arealite.workflow")
-MakeEnv = Callable[[dict[str, Any]], Any]
 
 
 class EnvWorkflow(RolloutWorkflow):
@@ -59,7 +58,7 @@ class EnvWorkflow(RolloutWorkflow):
         self.agent, self.make_env, self.gconfig, self.tokenizer = agent, make_env, gconfig, tokenizer
         self.max_turns, self.step_timeout, self.turn_rewards = max_turns, step_timeout, turn_rewards
         self.model = ChatModel(tokenizer, enable_thinking=enable_thinking)
-        self.processes = EnvProcesses(make_env) if isolated else None
+        self.pool = env_pool(make_env) if isolated else None
         self._late = BackgroundTasks("the end of an environment that was made past its deadline", logger)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict:
@@ -68,8 +67,8 @@ class EnvWorkflow(RolloutWorkflow):
 
     def close(self) -> None:
         """End the environments' processes."""
-        if self.processes is not None:
-            self.processes.close()
+        if self.pool is not None:
+            self.pool.close()
 
     async def _run(self, engine: InferenceEngine, data: dict[str, Any], sample: int) -> TensorDict:
         talk = Conversation(engine, self.model, self.gconfig, sample=sample)
@@ -101,8 +100,8 @@ class EnvWorkflow(RolloutWorkflow):
 
     async def _make(self, data: dict[str, Any]) -> Any:
         """Return an environment; one that is made after the deadline is closed then."""
-        if self.processes is not None:
-            return await self._call("make_env", self.processes.make, data)
+        if self.pool is not None:
+            return await self._call("make_env", IsolatedEnv.make, self.pool, data)
         making = asyncio.ensure_future(in_thread(self.make_env, data))
 
         async def made() -> Any:

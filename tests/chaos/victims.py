@@ -42,7 +42,7 @@ def role_of(pid: int) -> Role | None:
             return "launcher"
         case [script, *_] if script in (str(ENTRY), str(AGENT_ENTRY)):
             return "trainer"
-        case ["-P", "-c"] if "arealite.reward.worker" in words[3]:
+        case ["-P", "-c"] if "arealite.utils.worker_process" in words[3]:
             return "reward"
     return None
 

@@ -30,7 +30,7 @@ from arealite.dataset.loader import PromptLoader
 from arealite.reward.runner import RewardRunner
 from arealite.rollout.account.audit import audit
 from hostile.common import DEADLINE_S, Report, Usage, judge_account, settled
-from hostile.rewards import DISTURBING, RAISED, REWARDS, areward, reward
+from hostile.rewards import RAISED, REWARDS, areward, reward
 
 _EPISODE_S = 5.0
 _REWARD_S = 5.0
@@ -232,26 +232,23 @@ def end_the_loop(report: Report, fileroot: Path, error: type[BaseException]) -> 
 
 async def run_rewards(report: Report, rng: random.Random, *, repeat: int) -> None:
     """Call every hostile reward, and honest ones beside and after it, whose numbers must be their own."""
-    names = [name for name in REWARDS if name not in DISTURBING for _ in range(repeat)]
+    names = [*REWARDS] * repeat
     rng.shuffle(names)
     in_loop = RewardRunner(areward, timeout=_REWARD_S)
-    for sequence in (names, DISTURBING * repeat):
-        runner = RewardRunner(reward, timeout=_REWARD_S, num_workers=2, max_growth_gib=0.25)
-        for number, name in enumerate(sequence):
-            values = [number + part / 4 for part in range(4)]
-            calls = [runner(what=name, value=0.0), *(runner(what="", value=value) for value in values[:2])]
-            outcome, *found = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), DEADLINE_S)
+    runner = RewardRunner(reward, timeout=_REWARD_S, num_workers=2, max_growth_gib=0.25)
+    for number, name in enumerate(names):
+        values = [number + part / 4 for part in range(4)]
+        calls = [runner(what=name, value=0.0), *(runner(what="", value=value) for value in values[:2])]
+        outcome, *found = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), DEADLINE_S)
+        judge_reward(report, name, outcome)
+        calls = [runner(what="", value=value) for value in values[2:]]
+        found += await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), DEADLINE_S)
+        if found != values:
+            report.broken.append(f"honest rewards beside and after one that {name} must be {values}: got {found}")
+        if name.startswith(("raises", "returns")):
+            (outcome,) = await asyncio.gather(in_loop(what=name, value=0.0), return_exceptions=True)
             judge_reward(report, name, outcome)
-            calls = [runner(what="", value=value) for value in values[2:]]
-            found += await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), DEADLINE_S)
-            if name in DISTURBING:
-                found = [value if isinstance(one, RewardError) else one for one, value in zip(found, values)]
-            if found != values:
-                report.broken.append(f"honest rewards beside and after one that {name} must be {values}: got {found}")
-            if name.startswith(("raises", "returns")) and name not in DISTURBING:
-                (outcome,) = await asyncio.gather(in_loop(what=name, value=0.0), return_exceptions=True)
-                judge_reward(report, name, outcome)
-        await asyncio.to_thread(runner.close)
+    await asyncio.to_thread(runner.close)
     in_loop.close()
 
 

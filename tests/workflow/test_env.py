@@ -17,7 +17,6 @@ from arealite.api.errors import EnvError
 from arealite.api.io_struct import PromptId
 from arealite.rollout.trajectory import check_trajectory
 from arealite.utils.processes import wait_gone
-from arealite.workflow import env_process
 from arealite.workflow.env import EnvWorkflow
 
 END = "<|im_end|>"
@@ -122,17 +121,6 @@ async def test_an_idle_process_that_has_died_is_replaced(tokenizer) -> None:
         assert not wait_gone([pids[-1]], 30)
     workflow.close()
     assert pids[0] != pids[1]
-
-
-def test_a_process_says_nothing_of_a_parent_that_ends_with_its_answer_unread(capfd) -> None:
-    process = env_process._Process(Countdown)
-    for name in ("make", "unknown"):
-        process._connection.send((name, ({},), {}))
-        assert process._connection.poll(120)
-    process._connection.close()
-    process._process.join(120)
-    assert process._process.exitcode == 0
-    assert capfd.readouterr().err == ""
 
 
 async def test_an_environment_in_a_process_may_crash_hang_and_raise(tokenizer) -> None:

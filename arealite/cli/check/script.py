@@ -20,7 +20,7 @@ from arealite.chat.template import prompt_tokens
 from arealite.cli.check.findings import Findings
 from arealite.cli.own_trainer import load_trainer
 from arealite.reward.functions import check_signature, load_rewards
-from arealite.reward.worker import checked
+from arealite.reward.runner import checked
 from arealite.trainer.sinks import check_packages
 from arealite.workflow.rlvr import reward_columns
 
