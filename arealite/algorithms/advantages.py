@@ -1,49 +1,110 @@
-"""From rewards to advantages.
+"""Advantages: from the rewards of answers to one number per trained token.
 
-Rows may lie on several ranks: statistics take a `reduce` that sums a tensor over ranks (default: one rank).
+`advantages_of` is the whole way. An *answer* is one sample of a prompt's group: a row of the batch, or several rows
+(turns of an agent), which share its advantage. Rows may lie on several ranks: statistics take a `reduce` that sums a
+tensor over ranks (default: one rank).
 """
 
-# B sequences, T padded tokens, N values, G groups
+# B sequences, T padded tokens, A answers, N values, G groups
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from arealite.algorithms.ratios import check_choice, masked_log_ratio
+from arealite.algorithms.ratios import check_choice
+from arealite.algorithms.value import adaptive_lambda, gae, token_rewards
 
+Batch = Mapping[str, torch.Tensor]
 Reduce = Callable[[torch.Tensor], torch.Tensor]
+AdvantageFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""`(rewards [A], group_index [A], num_tokens [A]) -> advantages [A]` over all answers of the global batch."""
 
 
-def whiten(
-    values: torch.Tensor, groups: torch.Tensor, num_groups: int, *, eps: float = 1e-6, reduce: Reduce = torch.clone
-) -> torch.Tensor:
-    """Return `(value - mean) / (deviation + eps)` `[N]` within each group, for `values [N]` of `groups [N]`.
+@dataclass(frozen=True)
+class Answers:
+    """The answers of this rank, which statistics compare within groups over all ranks; all `[A]` but `of_rows [B]`."""
 
-    Of rewards, with the samples of a prompt as a group, this is the advantage of GRPO, arXiv:2402.03300.
+    rewards: torch.Tensor
+    groups: torch.Tensor
+    """Numbered from 0 over all ranks, `num_groups` of them."""
+    num_groups: int
+    num_tokens: torch.Tensor
+    """Trained ones."""
+    num_sampled: torch.Tensor
+    """Tokens, trained or not."""
+    is_truncated: torch.Tensor
+    of_rows: torch.Tensor
+    """The answer of each row."""
+
+
+def advantages_of(
+    batch: Batch,
+    answers: Answers,
+    choices: Any,
+    reduce: Reduce = torch.clone,
+    *,
+    advantage_fn: AdvantageFn | None = None,
+) -> dict[str, torch.Tensor]:
+    """Return `advantages [B, T]`, 0 outside of `loss_mask`; for a critic also `returns` and `returns_mask`.
+
+    `choices` are the resolved settings of an actor. GRPO: the reward of an answer minus the mean of its group, over
+    their deviation, for each of its trained tokens. `batch` has `loss_mask`, and where tokens have rewards of their
+    own `values`, `turn_rewards` or `kl` (estimates of the divergence from the reference, for a penalty in rewards).
     """
-    mean_G, deviation_G = spread(values, groups, num_groups, reduce=reduce)
-    return ((values.double() - mean_G[groups]) / (deviation_G[groups] + eps)).to(values.dtype)
+    mask_BT = batch["loss_mask"]
+    scores_A = shaped_rewards(batch, answers, choices)
+    if advantage_fn is not None:
+        scores_A = advantage_fn(scores_A, answers.groups, answers.num_tokens)
+    else:
+        if choices.reward_scale == "group_mean":
+            _require_no_negative(scores_A)
+        scores_A = reward_advantages(
+            scores_A,
+            answers.groups,
+            answers.num_groups,
+            baseline="none" if choices.baseline == "critic" else choices.baseline,  # whose values enter token by token
+            scale=choices.reward_scale,
+            lengths=answers.num_tokens,
+            reduce=reduce,
+        )
+    columns = {"advantages": torch.where(mask_BT, scores_A[answers.of_rows][:, None], 0.0)}
+    if choices.baseline == "critic" or choices.discount != 1 or {"kl", "turn_rewards"} & batch.keys():
+        columns = token_advantages(batch, scores_A, answers, choices)
+    if choices.adv_norm or choices.group_adv_norm:
+        groups_B, num_groups = answers.groups[answers.of_rows], answers.num_groups
+        if not choices.group_adv_norm:  # the whole batch is one group
+            groups_B, num_groups = torch.zeros_like(groups_B), 1
+        groups_N, values_N = groups_B[:, None].expand_as(mask_BT)[mask_BT], columns["advantages"][mask_BT]
+        columns["advantages"][mask_BT] = whiten(values_N, groups_N, num_groups, reduce=reduce)
+    return columns
 
 
-def spread(
-    values: torch.Tensor, groups: torch.Tensor, num_groups: int, *, reduce: Reduce = torch.clone
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return mean and deviation `[G]` of the `values [N]` of each group; a group without values gets NaN."""
-    values_N = values.double()  # so that a group of one, or of equal values, deviates by exactly 0
-    weights_N = torch.ones_like(values_N)
-    mean_G = _group_mean(values_N, weights_N, groups, num_groups, reduce)
-    return mean_G, _group_mean((values_N - mean_G[groups]).square(), weights_N, groups, num_groups, reduce).sqrt()
+def shaped_rewards(batch: Batch, answers: Answers, choices: Any) -> torch.Tensor:
+    """Return the rewards `[A]`: those of truncated answers replaced, of long ones lowered, then biased and scaled."""
+    rewards_A = answers.rewards.float()
+    if choices.truncated == "zero":
+        rewards_A = rewards_A.masked_fill(answers.is_truncated, 0.0)
+    if choices.overlong_buffer is not None:
+        bounds = {"longest": choices.max_new_tokens, "buffer": choices.overlong_buffer}
+        rewards_A = rewards_A + choices.overlong_penalty * overlong_penalty(answers.num_sampled, **bounds)
+    rewards_A = (rewards_A + choices.reward_bias) * choices.reward_scaling
+    if choices.reward_clip is not None:
+        rewards_A = rewards_A.clamp(-choices.reward_clip, choices.reward_clip)
+    if choices.baseline == "leave_one_out" and "kl" in batch:  # part of the reward that other answers are compared with
+        kl_A = torch.zeros_like(rewards_A).index_add(0, answers.of_rows, batch["kl"].sum(dim=1))
+        rewards_A = rewards_A - choices.kl_ctl * kl_A
+    return rewards_A
 
 
-def _group_mean(
-    values_N: torch.Tensor, weights_N: torch.Tensor, groups_N: torch.Tensor, num_groups: int, reduce: Reduce
-) -> torch.Tensor:
-    sums_2G = torch.zeros(2, num_groups, dtype=torch.float64, device=values_N.device)
-    sums_2G[0].index_add_(0, groups_N, values_N * weights_N)
-    sums_2G[1].index_add_(0, groups_N, weights_N)
-    sums_2G = reduce(sums_2G)
-    return sums_2G[0] / sums_2G[1]
+def _require_no_negative(rewards: torch.Tensor) -> None:
+    """A group whose mean is 0 or below would have the advantages of another group, or none."""
+    if (rewards < 0).any():
+        raise ValueError(
+            f"rewards must be at least 0 with reward_scale group_mean: got {rewards.min().item():g}. Set "
+            "actor.reward_scale=group_std, or a reward function that has none below 0."
+        )
 
 
 def reward_advantages(
@@ -86,16 +147,6 @@ def reward_advantages(
     return centred_B.to(rewards.dtype)
 
 
-def distillation_advantages(
-    teacher_logprobs: torch.Tensor, student_logprobs: torch.Tensor, loss_mask: torch.Tensor
-) -> torch.Tensor:
-    """Return log pi_teacher - log pi_student per token, `[B, T]` like the arguments, of tokens sampled by the student.
-
-    With it a policy gradient is that of -KL(student || teacher), token by token.
-    """
-    return masked_log_ratio(teacher_logprobs, student_logprobs, loss_mask.bool()).detach()
-
-
 def overlong_penalty(lengths: torch.Tensor, *, longest: int, buffer: int) -> torch.Tensor:
     """Return `[B]`: 0 for `lengths [B]` up to longest - buffer, then falling to -1 at `longest`, arXiv:2503.14476.
 
@@ -104,92 +155,74 @@ def overlong_penalty(lengths: torch.Tensor, *, longest: int, buffer: int) -> tor
     return ((longest - buffer - lengths.float()) / buffer).clamp(-1.0, 0.0)
 
 
-def scale_rewards(rewards: torch.Tensor, *, scaling: float, bias: float, clip: float | None = None) -> torch.Tensor:
-    """Return `(reward + bias) * scaling` of `rewards [B]`, clipped to +- clip."""
-    scaled_B = (rewards.float() + bias) * scaling
-    return scaled_B if clip is None else scaled_B.clamp(-clip, clip)
+# Statistics of groups
 
 
-def token_rewards(
-    scores: torch.Tensor,
-    loss_mask: torch.Tensor,
-    kl: torch.Tensor | None = None,
-    *,
-    kl_ctl: float = 0.0,
-    turn_rewards: torch.Tensor | None = None,
+def whiten(
+    values: torch.Tensor, groups: torch.Tensor, num_groups: int, *, eps: float = 1e-6, reduce: Reduce = torch.clone
 ) -> torch.Tensor:
-    """Return `[B, T]`: `scores [B]` on the last trained token of each row, minus `kl_ctl * kl [B, T]` on every one.
+    """Return `(value - mean) / (deviation + eps)` `[N]` within each group, for `values [N]` of `groups [N]`.
 
-    Beside them `turn_rewards [B, T]` come when they were earned, on the last trained token until then. What a row's
-    context earned, before any trained token, is over.
+    Of rewards, with the samples of a prompt as a group, this is the advantage of GRPO, arXiv:2402.03300.
     """
-    mask_BT = loss_mask.bool()
-    is_last_BT = mask_BT & (mask_BT.flip(1).cumsum(dim=1).flip(1) == 1)
-    rewards_BT = torch.zeros_like(mask_BT, dtype=scores.dtype)
-    if turn_rewards is not None:
-        places_BT = torch.where(mask_BT, torch.arange(mask_BT.shape[1], device=mask_BT.device), -1).cummax(dim=1).values
-        earned_BT = torch.where(places_BT >= 0, turn_rewards, 0.0).to(rewards_BT)
-        rewards_BT = rewards_BT.scatter_add(1, places_BT.clamp(min=0), earned_BT)
-    rewards_BT = rewards_BT + torch.where(is_last_BT, scores[:, None], 0.0)
-    if kl is not None:
-        rewards_BT = rewards_BT - torch.where(mask_BT, kl_ctl * kl, 0.0)
-    return rewards_BT
+    mean_G, deviation_G = spread(values, groups, num_groups, reduce=reduce)
+    return ((values.double() - mean_G[groups]) / (deviation_G[groups] + eps)).to(values.dtype)
 
 
-def gae(
-    rewards: torch.Tensor,
-    values: torch.Tensor,
-    loss_mask: torch.Tensor,
-    *,
-    discount: float,
-    gae_lambda: float | torch.Tensor,
+def spread(
+    values: torch.Tensor, groups: torch.Tensor, num_groups: int, *, reduce: Reduce = torch.clone
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return mean and deviation `[G]` of the `values [N]` of each group; a group without values gets NaN."""
+    values_N = values.double()  # so that a group of one, or of equal values, deviates by exactly 0
+    weights_N = torch.ones_like(values_N)
+    mean_G = _group_mean(values_N, weights_N, groups, num_groups, reduce)
+    return mean_G, _group_mean((values_N - mean_G[groups]).square(), weights_N, groups, num_groups, reduce).sqrt()
+
+
+def _group_mean(
+    values_N: torch.Tensor, weights_N: torch.Tensor, groups_N: torch.Tensor, num_groups: int, reduce: Reduce
 ) -> torch.Tensor:
-    """Return generalised advantage estimates `[B, T]` from `[B, T]` tensors, arXiv:1506.02438.
+    sums_2G = torch.zeros(2, num_groups, dtype=torch.float64, device=values_N.device)
+    sums_2G[0].index_add_(0, groups_N, values_N * weights_N)
+    sums_2G[1].index_add_(0, groups_N, weights_N)
+    sums_2G = reduce(sums_2G)
+    return sums_2G[0] / sums_2G[1]
 
-    A_t = sum_k (discount * lambda)^k delta_(t+k) with delta_t = r_t + discount * V_(t+1) - V_t. Time counts sampled
-    tokens only: those of prompts and of an environment's replies neither discount nor get an advantage. After the last
-    one there is no value, also if the answer was truncated. `gae_lambda` may be `[B]`, one for each row.
+
+def reward_spread(
+    rewards: torch.Tensor, groups: torch.Tensor, num_groups: int, *, reduce: Reduce = torch.clone
+) -> dict[str, float]:
+    """Return the deviation of `rewards [A]` over all ranks, and the share of dead groups, whose rewards are all equal.
+
+    A dead group has no gradient with a baseline of groups.
     """
-    mask_BT = loss_mask.bool()
-    length = mask_BT.shape[1]
-    places_BT = torch.where(mask_BT, torch.arange(length, device=mask_BT.device), length)
-    of_next_BT = F.pad(places_BT, (0, 1), value=length).flip(1).cummin(dim=1).values.flip(1)[:, 1:]
-    next_values_BT = F.pad(values, (0, 1)).gather(1, of_next_BT)
-    deltas_BT = torch.where(mask_BT, rewards + discount * next_values_BT - values, 0.0)
-    if not isinstance(gae_lambda, torch.Tensor) and discount * gae_lambda == 1:
-        sums_BT = deltas_BT.flip(1).cumsum(dim=1).flip(1)
-    else:
-        factor_B1 = torch.as_tensor(discount * gae_lambda, dtype=rewards.dtype, device=rewards.device).view(-1, 1)
-        sums_BT = _discounted_sums(deltas_BT, torch.where(mask_BT, factor_B1, 1.0))
-    return torch.where(mask_BT, sums_BT, 0.0)
+    (deviation,) = spread(rewards, torch.zeros_like(groups), 1, reduce=reduce)[1].tolist()
+    deviations_G = spread(rewards, groups, num_groups, reduce=reduce)[1]
+    return {"reward/std": deviation, "reward/dead_group_ratio": (deviations_G == 0).sum().item() / num_groups}
 
 
-def _discounted_sums(terms_BT: torch.Tensor, factors_BT: torch.Tensor) -> torch.Tensor:
-    """Return s with s_t = term_t + factor_t * s_(t+1) `[B, T]`, in log2(T) rounds; each doubles how far sums reach."""
-    sums_BT, reach, length = terms_BT.clone(), 1, terms_BT.shape[1]
-    while reach < length:  # factors are now products over `reach` tokens
-        sums_BT[:, :-reach] += factors_BT[:, : length - reach] * sums_BT[:, reach:]
-        factors_BT = factors_BT[:, :-reach] * factors_BT[:, reach:]
-        reach *= 2
-    return sums_BT
+# Tokens with rewards of their own
 
 
-def adaptive_lambda(lengths: torch.Tensor, *, alpha: float) -> torch.Tensor:
-    """Return 1 - 1 / (alpha * length) `[B]`, at least 0, for `lengths [B]` in trained tokens: VAPO, arXiv:2504.05118.
+def token_advantages(batch: Batch, scores: torch.Tensor, answers: Answers, choices: Any) -> dict[str, torch.Tensor]:
+    """Return the columns of `advantages_of` by GAE, before they are normalised, for `scores [A]` of the answers.
 
-    The weights lambda^k of GAE then sum to about alpha * length, for short and for long answers.
+    A token's reward is the score on the last one, minus a KL penalty, plus what turns earned. `values [B, T]` are a
+    critic's, 0 without one.
     """
-    return (1.0 - 1.0 / (alpha * lengths.clamp(min=1))).clamp(min=0.0)
-
-
-def gae_returns(
-    rewards: torch.Tensor,
-    values: torch.Tensor,
-    loss_mask: torch.Tensor,
-    *,
-    discount: float,
-    gae_lambda: float | torch.Tensor,
-) -> torch.Tensor:
-    """Return the targets `[B, T]` of a critic: advantages of `gae`, not whitened, plus values; 0 where masked."""
-    advantages_BT = gae(rewards, values, loss_mask, discount=discount, gae_lambda=gae_lambda)
-    return torch.where(loss_mask.bool(), advantages_BT + values, 0.0)
+    mask_BT, turn_rewards_BT = batch["loss_mask"], batch.get("turn_rewards")
+    if turn_rewards_BT is not None:  # of the scores remains what bias, penalties and clipping have changed
+        turn_rewards_BT = turn_rewards_BT * choices.reward_scaling
+        scores = scores - answers.rewards * choices.reward_scaling
+    kl_BT = None if choices.baseline == "leave_one_out" else batch.get("kl")
+    penalties = {"kl_ctl": choices.kl_ctl, "turn_rewards": turn_rewards_BT}
+    rewards_BT = token_rewards(scores[answers.of_rows], mask_BT, kl_BT, **penalties)
+    columns, values_BT, gae_lambda = {}, torch.zeros_like(rewards_BT), choices.gae_lambda
+    if choices.baseline == "critic":
+        values_BT = torch.where(mask_BT, batch["values"], 0.0)
+        settings = {"discount": choices.discount, "gae_lambda": choices.returns_lambda}
+        columns = {"returns": gae(rewards_BT, values_BT, mask_BT, **settings) + values_BT, "returns_mask": mask_BT}
+    if choices.lambda_alpha is not None:
+        gae_lambda = adaptive_lambda(mask_BT.sum(dim=1), alpha=choices.lambda_alpha)
+    advantages_BT = gae(rewards_BT, values_BT, mask_BT, discount=choices.discount, gae_lambda=gae_lambda)
+    return columns | {"advantages": advantages_BT}

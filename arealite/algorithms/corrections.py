@@ -8,6 +8,8 @@ left out leaves the sum of the losses, but not the count that they are divided b
 # B answers, T padded tokens, N trained tokens of this rank
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -17,6 +19,25 @@ from arealite.algorithms.ratios import MAX_LOG_RATIO, check_choice, masked_log_r
 
 MAX_TOKEN_WEIGHT = 2.0
 """Bound of the token weights of level geometric, whose own bounds are of completions: that of TIS."""
+
+
+def corrections_of(batch: Mapping[str, torch.Tensor], choices: Any, reduce: Reduce = torch.clone) -> torch.Tensor:
+    """Return the factor `[B, T]` of each token's objective; `choices` is a resolved actor block.
+
+    `batch` has `proximal_logprobs`, `rollout_logprobs`, `advantages` and `loss_mask`, `[B, T]`.
+    """
+    mask_BT, logprobs = batch["loss_mask"], (batch["proximal_logprobs"], batch["rollout_logprobs"])
+    factors_BT = torch.ones_like(batch["rollout_logprobs"])
+    if choices.correction.action != "none":
+        settings = {key: value for key, value in vars(choices.correction).items() if value is not None}
+        factors_BT = correction_factors(*logprobs, mask_BT, **settings)
+    if choices.sequence_mask_delta is not None:
+        drifted_B = drifted_answers(*logprobs, batch["advantages"], mask_BT, delta=choices.sequence_mask_delta)
+        factors_BT = factors_BT.masked_fill(drifted_B[:, None], 0.0)
+    if choices.second_moment_limit is not None:
+        limit = choices.second_moment_limit
+        factors_BT = factors_BT * second_moment_mask(*logprobs, mask_BT, max_moment=limit, reduce=reduce)
+    return factors_BT
 
 
 @torch.no_grad()

@@ -5,21 +5,50 @@ Each is `f(logprobs [N], batch, settings) -> (token losses [N], statistics)` ove
 over tokens and multiplies by the off-policy correction, because both depend on the whole batch. Invariants: the loss of
 a token depends on tokens of its own row only; tokens outside of the mask have loss and gradient 0, whatever they hold;
 where all ratios are 1 the gradient of an answer is -advantage. Statistics are `[N]` and carry no gradient.
+`token_losses` picks the objective by the actor's config.
 """
 
 # N packed tokens, S answers of the micro-batch
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
+from tensordict import TensorDict
 
 from arealite.algorithms.kl import k3
 from arealite.algorithms.ratios import answer_means_of_tokens, check_choice, masked_log_ratio
 
 Batch = Mapping[str, torch.Tensor]
 TokenLosses = tuple[torch.Tensor, dict[str, torch.Tensor]]
+TokenLossFn = Callable[[torch.Tensor, TensorDict], TokenLosses]
+"""`(logprobs [N], micro_batch) -> (token losses [N], statistics [N] by name)`; the actor averages."""
 
 MAX_DPPO_RATIO = 20.0
+
+
+def token_losses(logprobs: torch.Tensor, batch: Batch, choices: Any) -> TokenLosses:
+    """Return the losses and statistics of `choices.objective`, with its settings in `choices` (a resolved actor block).
+
+    A token with advantage 0 has loss and gradient 0 under each objective.
+    """
+    match choices.objective:
+        case "ppo":
+            bounds = {"eps_clip": choices.eps_clip, "eps_clip_higher": choices.eps_clip_higher}
+            return ppo(logprobs, batch, **bounds, c_clip=choices.c_clip, level=choices.importance_sampling_level)
+        case "reinforce":
+            return reinforce(logprobs, batch)
+        case "cispo":
+            return cispo(logprobs, batch, cispo_max=choices.cispo_max)
+        case "sapo":
+            taus = {"tau_positive": choices.sapo_tau_positive, "tau_negative": choices.sapo_tau_negative}
+            return sapo(logprobs, batch, **taus)
+        case "gmpo":
+            return gmpo(logprobs, batch, eps_log=choices.gmpo_eps_log)
+        case "dppo":
+            return dppo(logprobs, batch, delta=choices.dppo_delta)
+        case unknown:
+            raise AssertionError(f"an objective without a loss: {unknown}")
 
 
 def ppo(

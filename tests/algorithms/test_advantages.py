@@ -1,3 +1,4 @@
+import dataclasses
 from itertools import product
 
 import pytest
@@ -8,15 +9,14 @@ from two_ranks import Reduce, on_two_ranks
 
 from arealite.algorithms import properties
 from arealite.algorithms.advantages import (
-    adaptive_lambda,
-    gae,
-    gae_returns,
+    Answers,
+    advantages_of,
     overlong_penalty,
     reward_advantages,
-    scale_rewards,
-    token_rewards,
     whiten,
 )
+from arealite.algorithms.value import adaptive_lambda, gae, token_rewards
+from arealite.api.cli_args import PPOActorConfig, resolve_choices
 
 
 def test_two_groups_by_hand() -> None:
@@ -47,10 +47,68 @@ def test_rows_of_a_group_may_lie_on_two_ranks(rows: list[tuple[float, int, bool]
     torch.testing.assert_close(on_rank1, whole[~is_on_rank0], atol=1e-6, rtol=1e-5)
 
 
-def test_rewards_are_biased_scaled_and_clipped() -> None:
-    rewards = torch.tensor([0.0, 1.0, 9.0])
-    assert scale_rewards(rewards, scaling=10.0, bias=-0.5, clip=20.0).tolist() == [-5.0, 5.0, 20.0]
-    assert scale_rewards(rewards, scaling=10.0, bias=-0.5).tolist() == [-5.0, 5.0, 85.0]
+TRAINED = torch.tensor([[0, 1, 1, 0], [0, 0, 1, 1], [0, 1, 1, 1], [0, 1, 0, 0]]).bool()
+
+
+def answers_of(rewards: list[float], of_rows: tuple[int, ...] = (0, 1, 2, 3)) -> Answers:
+    """Return answers in groups of two; each has as many tokens as `TRAINED` has in its rows."""
+    num = len(rewards)
+    num_tokens = torch.zeros(num, dtype=torch.long).index_add(0, torch.tensor(of_rows), TRAINED.sum(dim=1))
+    return Answers(
+        rewards=torch.tensor(rewards),
+        groups=torch.arange(num) // 2,
+        num_groups=num // 2,
+        num_tokens=num_tokens,
+        num_sampled=num_tokens,
+        is_truncated=torch.arange(num) == 0,
+        of_rows=torch.tensor(of_rows),
+    )
+
+
+def choices_of(**keys: object) -> PPOActorConfig:
+    return resolve_choices(PPOActorConfig(path="p", **{"adv_norm": False, **keys}))
+
+
+def test_grpo_by_hand() -> None:
+    """Two groups of two answers; the rewards of the second are equal."""
+    grpo = choices_of(baseline="group_mean", reward_scale="group_std")
+    found = advantages_of({"loss_mask": TRAINED}, answers_of([1.0, 0.0, 0.5, 0.5]), grpo)
+    assert found.keys() == {"advantages"}
+    expected = torch.tensor([1.0, -1.0, 0.0, 0.0])[:, None] * TRAINED
+    torch.testing.assert_close(found["advantages"], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_rows_of_an_answer_share_its_advantage() -> None:
+    grpo = choices_of(baseline="group_mean")
+    found = advantages_of({"loss_mask": TRAINED}, answers_of([1.0, 0.0], of_rows=(0, 1, 0, 0)), grpo)
+    assert torch.equal(found["advantages"], torch.tensor([0.5, -0.5, 0.5, 0.5])[:, None] * TRAINED)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"reward_bias": -0.5, "reward_scaling": 10.0, "reward_clip": 20.0}, [-5.0, 5.0, 20.0, 20.0]),
+        ({"reward_bias": -0.5, "reward_scaling": 10.0}, [-5.0, 5.0, 85.0, 35.0]),
+        ({"truncated": "zero", "reward_bias": 1.0}, [1.0, 2.0, 10.0, 5.0]),
+        ({"overlong_buffer": 2, "max_new_tokens": 3, "overlong_penalty": 2.0}, [-1.0, 0.0, 7.0, 4.0]),
+    ],
+)
+def test_rewards_are_shaped_before_they_are_compared(keys: dict[str, object], expected: list[float]) -> None:
+    found = advantages_of({"loss_mask": TRAINED}, answers_of([0.0, 1.0, 9.0, 4.0]), choices_of(**keys))
+    assert torch.equal(found["advantages"], torch.tensor(expected)[:, None] * TRAINED)
+
+
+def test_a_critic_gets_targets_and_a_discount_counts_trained_tokens() -> None:
+    batch = {"loss_mask": TRAINED[:2], "values": torch.full((2, 4), 0.5)}
+    answers = answers_of([1.0, 0.0], of_rows=(0, 1, 0, 0))
+    answers = dataclasses.replace(answers, of_rows=answers.of_rows[:2])
+    found = advantages_of(batch, answers, choices_of(baseline="critic", discount=0.5, gae_lambda=1.0))
+    returns = torch.tensor([[0, 0.5, 1.0, 0], [0, 0, 0, 0]])
+    torch.testing.assert_close(found["returns"], returns)
+    torch.testing.assert_close(found["advantages"], returns - 0.5 * TRAINED[:2])
+    assert torch.equal(found["returns_mask"], TRAINED[:2])
+    discounted = advantages_of({"loss_mask": TRAINED[:2]}, answers, choices_of(discount=0.5))
+    torch.testing.assert_close(discounted["advantages"], returns)
 
 
 def test_the_score_lies_on_the_last_trained_token_and_kl_on_all() -> None:
@@ -238,7 +296,8 @@ def test_gae_and_returns_of_the_design(
         rewards, values = torch.tensor([[0, 0.1, 0, poison, 1]]), torch.tensor([[poison, 0.5, 0.4, poison, 0.6]])
         settings = {"discount": discount, "gae_lambda": gae_lambda}
         assert gae(rewards, values, mask, **settings)[0].tolist() == pytest.approx(advantages, rel=1e-6)
-        assert gae_returns(rewards, values, mask, **settings)[0].tolist() == pytest.approx(returns, rel=1e-6)
+        targets = gae(rewards, values, mask, **settings) + torch.where(mask.bool(), values, 0.0)
+        assert targets[0].tolist() == pytest.approx(returns, rel=1e-6)
 
 
 def test_every_row_may_have_its_own_lambda() -> None:

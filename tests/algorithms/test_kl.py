@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arealite.algorithms import objectives
-from arealite.algorithms.advantages import distillation_advantages
 from arealite.algorithms.kl import k3, kl_estimates, kl_losses
+from arealite.algorithms.ratios import masked_log_ratio
 
 LOGITS = torch.tensor([0.5, 0.0, -1.0], dtype=torch.float64)
 REF = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
@@ -87,16 +87,15 @@ def test_distillation_by_any_objective_has_the_gradient_of_the_divergence_to_the
         logprobs = logits.log_softmax(0)
         student = logprobs.detach()
         batch = {"proximal_logprobs": student, "loss_mask": TRAINED, "segment_ids": torch.arange(3)}
-        batch["advantages"] = distillation_advantages(REF, student, TRAINED)
+        batch["advantages"] = masked_log_ratio(REF, student, TRAINED)
         (student.exp() * objective(logprobs, batch)[0]).sum().backward()
         assert logits.grad is not None and logits.grad.tolist() == pytest.approx(GRADIENT, abs=1e-6)
 
 
 def test_distillation_from_oneself_and_of_masked_tokens_is_exactly_zero() -> None:
     logprobs, mask = torch.tensor([[-1.0, -2.0, math.nan]]), torch.tensor([[True, True, False]])
-    assert distillation_advantages(logprobs, logprobs, mask).tolist() == [[0.0] * 3]
-    assert not distillation_advantages(logprobs, logprobs.clone().requires_grad_(), mask).requires_grad
-    assert distillation_advantages(logprobs + 0.5, logprobs, mask).tolist() == [[0.5, 0.5, 0.0]]
+    assert masked_log_ratio(logprobs, logprobs, mask).tolist() == [[0.0] * 3]
+    assert masked_log_ratio(logprobs + 0.5, logprobs, mask).tolist() == [[0.5, 0.5, 0.0]]
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])

@@ -1,5 +1,6 @@
 """Every algorithm through the engine: no split, order or rank changes it, and it is what plain autograd says."""
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -12,12 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from arealite.algorithms.aggregation import token_weights
 from arealite.algorithms.logprobs import trained_tokens
+from arealite.algorithms.objectives import token_losses
 from arealite.api.cli_args import CorrectionConfig, MicroBatchSpec, OptimizerConfig
 from arealite.api.config.algorithm import PRESETS, resolve_choices
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import FinetuneSpec
 from arealite.engine.ppo.actor import FSDPPPOActor
-from arealite.engine.ppo.objective import objective_of
 
 LENGTHS = [9, 4, 12, 3, 7, 11, 8, 8]
 WITHOUT_CRITIC = sorted(name for name, choices in PRESETS.items() if choices["baseline"] not in ("critic", "teacher"))
@@ -165,7 +166,8 @@ def test_groups_without_spread_are_skipped_and_leave_the_gradient_as_it_is(make:
     """A loss of the user, here that of the preset, is given all rows."""
     batch = a_batch()
     batch["rewards"] = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.5, 1.0])
-    own = {"loss_fn": objective_of(resolve_choices(actor_config("", algorithm=name, max_new_tokens=10)))}
+    choices = resolve_choices(actor_config("", algorithm=name, max_new_tokens=10))
+    own = {"loss_fn": functools.partial(token_losses, choices=choices)}
     (found, params), (whole, expected) = (
         update(make(functions, algorithm=name, mb_spec=MicroBatchSpec(1, 20)), batch.clone()) for functions in ({}, own)
     )

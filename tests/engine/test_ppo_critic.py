@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from training_cases import OPTIMIZER, actor_config, critic_config, train_config, trajectory_batch, write_model
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from arealite.algorithms.advantages import gae_returns, token_rewards
+from arealite.algorithms.value import gae, token_rewards
 from arealite.api.cli_args import MicroBatchSpec, OptimizerConfig
 from arealite.api.io_struct import FinetuneSpec
 from arealite.engine.fsdp_engine import FSDPEngine
@@ -77,7 +77,8 @@ def a_batch(critic: FSDPPPOCritic) -> TensorDict:
     mask = batch["loss_mask"].bool()
     batch["values"] = (critic.compute_values(batch) + 0.4 * torch.sin(torch.arange(12.0))) * batch["attention_mask"]
     rewards = token_rewards(batch["rewards"], mask)
-    batch["returns"] = gae_returns(rewards, batch["values"] * mask, mask, discount=1.0, gae_lambda=0.9)
+    values = batch["values"] * mask
+    batch["returns"] = gae(rewards, values, mask, discount=1.0, gae_lambda=0.9) + values
     batch["returns_mask"] = mask
     return batch
 
@@ -174,9 +175,9 @@ def test_the_returns_have_a_lambda_of_their_own(make: Make, engines: Engines, lm
         actor = make_actor(engines, lm_path, returns_lambda=returns_lambda, adv_norm=False)
         actor.compute_advantages(batch)
         rewards, values = token_rewards(batch["rewards"], mask), batch["values"] * mask
-        expected = gae_returns(rewards, values, mask, discount=1.0, gae_lambda=expected_lambda)
+        expected = gae(rewards, values, mask, discount=1.0, gae_lambda=expected_lambda) + values
         torch.testing.assert_close(batch["returns"], expected)
-        advantages = gae_returns(rewards, values, mask, discount=1.0, gae_lambda=0.95) - values
+        advantages = gae(rewards, values, mask, discount=1.0, gae_lambda=0.95)
         torch.testing.assert_close(batch["advantages"], advantages)
         if returns_lambda == 1.0:
             torch.testing.assert_close(batch["returns"], batch["rewards"][:, None] * mask)
@@ -189,7 +190,7 @@ def test_the_lambda_of_the_advantages_may_follow_the_length(make: Make, engines:
     rewards, values = token_rewards(batch["rewards"], mask), batch["values"] * mask
     for row, length in enumerate(mask.sum(dim=1).tolist()):
         settings = {"discount": 1.0, "gae_lambda": max(0.0, 1 - 1 / (0.3 * length))}
-        expected = gae_returns(rewards[[row]], values[[row]], mask[[row]], **settings) - values[[row]]
+        expected = gae(rewards[[row]], values[[row]], mask[[row]], **settings)
         torch.testing.assert_close(batch["advantages"][[row]], expected)
     torch.testing.assert_close(batch["returns"], batch["rewards"][:, None] * mask)
 

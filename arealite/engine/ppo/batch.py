@@ -6,12 +6,17 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
+from arealite.algorithms.advantages import Answers
+from arealite.api.workflow_api import runs_of
 from arealite.utils.distributed import of_all_ranks
 
 
-def require_key(batch: TensorDict, key: str, because: str, remedy: str) -> None:
+def require_key(batch: TensorDict, key: str, because: str, remedy: str) -> torch.Tensor:
+    """Return a column of the batch; ValueError if it is missing."""
     if key not in batch:
         raise ValueError(f"a batch must have {key!r} with {because}: got {sorted(batch.keys())}. {remedy}.")
+    column: torch.Tensor = batch[key]
+    return column
 
 
 def finite_rewards(batch: TensorDict) -> torch.Tensor:
@@ -25,13 +30,19 @@ def finite_rewards(batch: TensorDict) -> torch.Tensor:
     return rewards_B
 
 
-def require_no_negative(rewards: torch.Tensor) -> None:
-    """A group whose mean is 0 or below would have the advantages of another, or none."""
-    if (rewards < 0).any():
-        raise ValueError(
-            f"rewards must be at least 0 with reward_scale group_mean: got {rewards.min().item():g}. Set "
-            "actor.reward_scale=group_std, or a reward function that has none below 0."
-        )
+def answers_of(batch: TensorDict, trained: torch.Tensor, groups: torch.Tensor, num_groups: int) -> Answers:
+    """Return the answers of a batch with the mask `trained [B, T]`: runs of the workflow, whose rows share a reward."""
+    runs = runs_of(batch, groups)
+    no_eos_B = batch["no_eos"].byte() if "no_eos" in batch else torch.zeros_like(groups, dtype=torch.uint8)
+    return Answers(
+        rewards=finite_rewards(batch)[runs.first_rows],
+        groups=groups[runs.first_rows],
+        num_groups=num_groups,
+        num_tokens=runs.sum(trained.sum(dim=1)),
+        num_sampled=runs.sum(batch["loss_mask"].sum(dim=1)),
+        is_truncated=runs.max(no_eos_B).bool(),
+        of_rows=runs.of_rows,
+    )
 
 
 def groups_of(batch: TensorDict, group_size: int, group: dist.ProcessGroup) -> tuple[torch.Tensor, int]:

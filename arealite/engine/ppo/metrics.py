@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
+from arealite.algorithms.kl import k3
+from arealite.algorithms.logprobs import trained_tokens
 from arealite.algorithms.ratios import masked_log_ratio
-from arealite.api.workflow_api import Runs, own_metrics
-from arealite.utils.distributed import of_all_ranks
+from arealite.api.workflow_api import Runs, own_metrics, runs_of
+from arealite.utils.distributed import all_reduce_numbers, of_all_ranks
 from arealite.utils.stats import Reduction, reduction_of
 
 OF_TOKENS = ("log_ratio", "logprob_gap")
@@ -54,6 +56,27 @@ def of_runs(batch: TensorDict, runs: Runs, staleness: torch.Tensor) -> dict[str,
     if "no_eos" in batch:
         found["rollout/truncated_ratio"] = runs.max(batch["no_eos"].byte())
     return of_workflow(batch, runs) | found
+
+
+def add_batch(
+    metrics: MaskedMetrics, batch: TensorDict, trained: torch.Tensor, groups: torch.Tensor, version: int
+) -> None:
+    """Add what a batch tells by itself, under the mask `trained [B, T]`, for the trainer's `version`."""
+    runs, lengths_B = runs_of(batch, groups), batch["attention_mask"].sum(dim=1)
+    staleness_B = version - batch["versions"].masked_fill(~trained, version).amin(dim=1)
+    metrics.add(torch.ones_like(runs.first_rows), of_runs(batch, runs, staleness_B))
+    metrics.add(torch.ones_like(lengths_B), {"rollout/prompt_tokens": lengths_B - batch["loss_mask"].sum(dim=1)})
+    if "proximal_logprobs" in batch:
+        log_ratio_BT = batch["logprobs"].double() - batch["proximal_logprobs"].double()
+        metrics.add(trained, {"policy/mismatch_kl": k3(log_ratio_BT)})
+
+
+def count_tokens(batch: TensorDict, trained: torch.Tensor, group: dist.ProcessGroup) -> dict[str, float]:
+    """Return the tokens of the global batch: processed, trained on, and of unknown logprob (collective)."""
+    unknown_BT = trained_tokens(batch["attention_mask"], batch["loss_mask"]) & ~trained
+    counts = [mask_BT.sum().item() for mask_BT in (unknown_BT, batch["attention_mask"], trained)]
+    names = ("rollout/unknown_logprobs", "perf/processed_tokens", "perf/trained_tokens")
+    return dict(zip(names, all_reduce_numbers(counts, group=group), strict=True))
 
 
 def of_workflow(batch: TensorDict, runs: Runs) -> dict[str, torch.Tensor]:
