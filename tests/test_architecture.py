@@ -43,7 +43,6 @@ MAY_IMPORT = {
     },
     "trainer": {
         *("api", "utils", "algorithms", "rollout", "engine", "inference", "weights", "workflow", "reward", "dataset"),
-        "viewer",
     },
 }
 """Besides itself and the package's version: rooms, folders or files. `cli` may import anything."""

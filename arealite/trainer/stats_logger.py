@@ -9,6 +9,8 @@ import json
 import logging
 import math
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -27,11 +29,11 @@ from arealite.utils.distributed import global_rank
 from arealite.utils.files import read_jsonl, write_atomically, writing
 from arealite.utils.stats import Reduction, StatsTracker
 from arealite.utils.stop import RunStopped
-from arealite.viewer.report import write_report
 
 logger = logging.getLogger("arealite.stats")
 
 _WHOLE_LINE = 1000  # characters
+_REPORT_TIMEOUT_S = 600.0
 _SILENT_S = 30.0  # after which a step has a line, whatever `line_freq_steps` says
 
 
@@ -162,4 +164,18 @@ class _Writer:
             sink.close()
         whole = summarize(read_jsonl(self._run.metrics), max_head_offpolicyness=self._bound) | dict(summary)
         write_atomically(self._run.summary, json.dumps(whole, indent=2) + "\n")
-        return write_report(self._run.path)
+        return _write_report(self._run)
+
+
+def _write_report(run: RunFolder) -> Path:
+    """Write `report.html` in a process of its own and return its path, or that of the run folder after a failure.
+
+    No rank loads the viewer, and a finished run does not fail by its report.
+    """
+    command = [sys.executable, "-m", "arealite.cli.main", "report", str(run.path)]
+    try:
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=_REPORT_TIMEOUT_S)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        logger.error("report.html was not written: %s. Write it by: arealite report %s", error, run.path)
+        return run.path
+    return run.report

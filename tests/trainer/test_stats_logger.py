@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -246,3 +247,25 @@ def test_a_reward_that_is_not_0_or_1_takes_the_accuracies_of_its_run(tmp_path: P
         assert ("eval/accuracy_high" in row) == is_accuracy and row["eval/reward"] == 0.0
     resumed.close()
     assert "accuracy_after" in json.loads((tmp_path / "exp/t0/summary.json").read_text())
+
+
+def test_a_report_that_cannot_be_written_is_logged_and_fails_no_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stats = StatsLogger(stats_config(tmp_path), FT_SPEC)
+    stats.add({"reward/mean": 1.0})
+    stats.commit(0)
+    folder = tmp_path / "exp/t0"
+    (folder / "report.html").mkdir()
+    stats.close()
+    assert "report.html was not written: " in caplog.text and f"arealite report {folder}" in caplog.text
+    assert capsys.readouterr().out.splitlines()[-1] == f"done: {folder}"
+    assert (folder / "summary.json").exists()
+
+
+def test_no_rank_loads_the_viewer() -> None:
+    code = "import sys, arealite.trainer.stats_logger as _; print([m for m in sys.modules if 'arealite.viewer' in m])"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
+    assert loaded.strip() == "[]"
