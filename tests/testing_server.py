@@ -128,6 +128,7 @@ class ScriptedServer:
             assert isinstance(request.transport, asyncio.Transport)
             request.transport.write(self.raw[request.path])
             request.transport.close()
+            return web.Response()  # goes nowhere: the handler's answer on a closed connection would be a traceback
         if request.path in self.refusals:
             status, message = self.refusals[request.path]
             return web.json_response({"success": False, "message": message}, status=status)
