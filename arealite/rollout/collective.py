@@ -1,7 +1,7 @@
-"""How what rank 0 collected reaches every rank.
+"""Distributes rank 0's batches to all ranks.
 
-Invariant: every rank leaves with its part or with rank 0's error; a rank on which a callback fails alone leaves at
-once, as no other can hear of it before its process ends.
+Invariant: every rank returns its part or raises rank 0's error; a rank on which only its own callback fails raises at
+once, as the other ranks learn of it by the end of its process.
 """
 
 from collections.abc import Callable

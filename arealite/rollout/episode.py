@@ -1,8 +1,8 @@
-"""One attempt at a prompt: the user's workflow under a deadline, and the record of how it ended.
+"""Runs one attempt at a prompt, the user's workflow under a deadline, and records its end.
 
-The inference client finds its attempt in `current_episode`, which tasks that the workflow starts inherit. Invariants:
+The inference client reads the current attempt from `current_episode`, which tasks of the workflow inherit. Invariants:
 an attempt ends accepted, rejected or failed, whatever its workflow raises; only the executor's own cancellation,
-KeyboardInterrupt and SystemExit leave as exceptions; every end of an episode reaches ledger and budgets exactly once.
+KeyboardInterrupt and SystemExit leave as exceptions; ledger and budgets record each end exactly once.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ from arealite.utils import activity
 
 logger = logging.getLogger("arealite.rollout")
 
-Outcome: TypeAlias = TensorDict | str | BaseException  # an accepted trajectory, why it was rejected, or why it failed
+Outcome: TypeAlias = TensorDict | str | BaseException  # accepted trajectory, reason of a rejection, or error
 
 
 @dataclass(eq=False)
@@ -55,16 +55,16 @@ class Episode:
     seed: int  # seed of the run
     num_samples: int = 0  # completions requested so far
     num_asked: Counter[str] = field(default_factory=Counter)  # by seed_key and digest of the prompt
-    servers: set[str] = field(default_factory=set)  # addresses that sampled a token of it
-    newest_version: int = -1  # of the tokens that they sampled
-    is_narrowed: bool = False  # whether top_p, top_k or min_p have narrowed a completion
-    samples: list[SampleRecord] = field(default_factory=list)  # completions that ended, in that order
-    rewards: list[float] = field(default_factory=list)  # of what the workflow returned, whatever became of it
-    table: pa.Table | None = None  # its rows of the rollout file, if another process has made them
-    trajectory: TensorDict = field(init=False, repr=False)  # there once the attempt was accepted
-    deadline: asyncio.Timeout | None = None  # deadline of the attempt, while it runs
-    num_waiting_for_servers: int = 0  # requests that no server can take at present
-    left_s: float = 0.0  # time to the deadline when the clock was stopped
+    servers: set[str] = field(default_factory=set)  # addresses of servers that sampled its tokens
+    newest_version: int = -1  # newest weight version of its tokens
+    is_narrowed: bool = False  # whether top_p, top_k or min_p restricted a completion
+    samples: list[SampleRecord] = field(default_factory=list)  # completions, in the order of their ends
+    rewards: list[float] = field(default_factory=list)  # of the returned trajectory, also of a rejected one
+    table: pa.Table | None = None  # its rows of the rollout file, if another process built them
+    trajectory: TensorDict = field(init=False, repr=False)  # set once the attempt is accepted
+    deadline: asyncio.Timeout | None = None  # of the running attempt
+    num_waiting_for_servers: int = 0  # requests that no server can take now
+    left_s: float = 0.0  # remaining time while the clock is stopped
 
     @property
     def prompt_id(self) -> PromptId:
@@ -72,13 +72,13 @@ class Episode:
 
     @property
     def has_time(self) -> bool:
-        """Whether the deadline of the attempt, which may have stood still, is still to come."""
+        """Whether the attempt has time left, or its clock is stopped."""
         when = None if self.deadline is None else self.deadline.when()
         return self.num_waiting_for_servers > 0 or (when is not None and when > asyncio.get_running_loop().time())
 
     @contextlib.contextmanager
     def standstill(self) -> Iterator[None]:
-        """Stop the clock of the attempt while one of its requests waits for any server at all."""
+        """Stop the clock of the attempt while one of its requests waits because no server can take it."""
         loop, deadline = asyncio.get_running_loop(), self.deadline
         if deadline is not None and self.num_waiting_for_servers == 0:
             self.left_s = (deadline.when() or loop.time()) - loop.time()
@@ -89,11 +89,11 @@ class Episode:
         finally:
             self.num_waiting_for_servers -= 1
             if deadline is not None and self.num_waiting_for_servers == 0:
-                with contextlib.suppress(RuntimeError):  # the attempt has ended
+                with contextlib.suppress(RuntimeError):  # raised once the attempt has ended
                     deadline.reschedule(loop.time() + self.left_s)
 
     def next_sample(self, req: ModelRequest) -> tuple[int, int]:
-        """Return number and sampling seed of the next completion."""
+        """Return the number and the sampling seed of the next completion."""
         self.num_samples, number = self.num_samples + 1, self.num_samples
         sample: int | str = number
         if req.seed_key is not None:
@@ -104,15 +104,15 @@ class Episode:
 
 
 Keep: TypeAlias = Callable[[Episode], None]
-"""Takes an episode as soon as it is accepted, in the event loop."""
+"""Callback that receives an episode once it is accepted, in the event loop."""
 
 current_episode: ContextVar[Episode | None] = ContextVar("current_episode", default=None)
 
 
 def sampling_seed(run_seed: int, prompt_id: PromptId, *, sample: int | str, attempt: int) -> int:
-    """Derive 48 bits (exact in JSON everywhere) from what names a completion.
+    """Derive a 48-bit seed (exact in JSON) from the identity of a completion.
 
-    Timing can't change them as long as a workflow starts its samples in a fixed order, or names its runs (`seed_key`).
+    It does not depend on timing if the workflow starts its samples in a fixed order or names its runs (`seed_key`).
     """
     key = f"{run_seed}/{prompt_id.epoch}/{prompt_id.index}/{sample}/{attempt}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=6).digest(), "big")
@@ -122,10 +122,10 @@ _MAX_REWARDS = 1_000_000
 
 
 class Attempts(Protocol):
-    """Where attempts run: in this process, or in others."""
+    """Runs attempts in this process or in others."""
 
     async def run(self, episode: Episode) -> Outcome:
-        """Run one attempt, which ends with the caller's task, and return how it ended."""
+        """Run one attempt and return its outcome; cancelling the caller's task cancels it."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class LocalAttempts:
     is_evaluation: bool = False
 
     async def run(self, episode: Episode) -> Outcome:
-        """Run one attempt, in a task whose cancellation by the workflow is not taken for one of the caller's."""
+        """Run one attempt in its own task, so that a workflow that cancels itself does not cancel the caller."""
         timeout_s = self.config.episode_timeout
         outcome: Outcome
         try:
@@ -163,7 +163,7 @@ class LocalAttempts:
         return outcome
 
     async def _run(self, episode: Episode) -> Outcome:
-        """Return how the workflow ended, also as an exception that ends the event loop."""
+        """Return the outcome of the workflow, including exceptions that will end the event loop."""
         prompt = episode.prompt
         assert prompt.workflow is not None, f"prompt {prompt.prompt_id} has no workflow"
         current_episode.set(episode)
@@ -175,28 +175,28 @@ class LocalAttempts:
             return error.reason
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # a panic of Rust or a GeneratorExit is no Exception
+        except BaseException as error:  # a Rust panic and GeneratorExit are no Exception
             interrupts = BaseExceptionGroup("", [error]).subgroup((KeyboardInterrupt, SystemExit))
             return error if interrupts is None else first(interrupts)
 
     def _judged(self, episode: Episode, returned: object) -> TensorDict | str:
-        """Return a trajectory that keeps the contract, or why it was rejected."""
+        """Validate the trajectory and apply the filter; return the trajectory, or the reason of its rejection."""
         prompt = episode.prompt
-        # Servers have the weights of an update before the engine counts it, and may be left by a run that made more of
-        # them; an engine for evaluations need not know.
+        # Servers hold the weights of an update before the engine counts it, and may keep newer ones of an earlier
+        # run; an engine for evaluations may not know the version.
         newest_version = math.inf if self.is_evaluation else max(self.engine.get_version() + 1, episode.newest_version)
         needs_kept = episode.is_narrowed and not self.is_evaluation
         trajectory = check_trajectory(returned, episode.head_version, newest_version, needs_kept=needs_kept)
         rewards: list[float] = trajectory["rewards"].tolist()
         samples = trajectory["sample_index"].tolist() if "sample_index" in trajectory else range(len(rewards))
-        episode.rewards = list(dict(zip(samples, rewards)).values())  # rows of a run share its reward
+        episode.rewards = list(dict(zip(samples, rewards)).values())  # rows of one run share its reward
         is_wanted = prompt.should_accept is None or prompt.should_accept(trajectory)
         return trajectory if is_wanted else BY_FILTER
 
 
 @dataclass(frozen=True)
 class EpisodeRunner:
-    """Lets attempts run, and records them."""
+    """Runs attempts and records their ends."""
 
     config: InferenceEngineConfig
     attempts: Attempts
@@ -204,12 +204,11 @@ class EpisodeRunner:
     budgets: Budgets
     columns: Columns = field(default_factory=Columns)
     sampled_rewards: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_REWARDS))
-    """Of what workflows returned since they were last taken, whatever became of it."""
+    """Rewards of all returned trajectories since `reward_metrics` was last called."""
 
     def reward_metrics(self) -> dict[str, float]:
-        """Return the mean of the rewards since the last call, of rejected groups too, and whether any was neither 0 nor
-        1."""
-        rewards = [self.sampled_rewards.popleft() for _ in range(len(self.sampled_rewards))]  # the event loop adds more
+        """Return the mean reward since the last call, with rejected groups, and whether one was neither 0 nor 1."""
+        rewards = [self.sampled_rewards.popleft() for _ in range(len(self.sampled_rewards))]  # the loop appends more
         if not rewards:
             return {}
         other = float(not is_binary(rewards))
@@ -222,7 +221,7 @@ class EpisodeRunner:
         return Episode(prompt, prompt.attempt, head_version, self.config.seed)
 
     async def run(self, episode: Episode) -> Outcome:
-        """Run one attempt, which ends with the caller's task, and return how it ended."""
+        """Run one attempt and return its outcome; cancelling the caller's task cancels it."""
         outcome = await self.attempts.run(episode)
         self.sampled_rewards.extend(episode.rewards)
         try:
@@ -236,12 +235,12 @@ class EpisodeRunner:
         return outcome
 
     def end(self, episode: Episode, outcome: Outcome) -> bool:
-        """Record how an attempt ended, and return whether its prompt must run again.
+        """Record the end of an attempt and return whether its prompt must run again.
 
-        The budgets learn of an accepted one when nobody can reject it any more.
+        The budgets count an accepted episode only once no filter can reject it.
         """
         prompt = episode.prompt
-        if isinstance(outcome, WorkerLostError) and prompt.is_repeatable:  # nobody's attempt has failed
+        if isinstance(outcome, WorkerLostError) and prompt.is_repeatable:  # no failure of the attempt
             self.ledger.retry(prompt, kind_of(outcome))
             return True
         if isinstance(outcome, BaseException):
@@ -271,6 +270,6 @@ class EpisodeRunner:
         return False
 
     def check(self) -> None:
-        """Raise if a budget is spent, or the ledger could not be written."""
+        """Raise if a failure budget is spent or the ledger can't be written."""
         self.budgets.check()
         self.ledger.check()

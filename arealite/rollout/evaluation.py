@@ -1,4 +1,4 @@
-"""What an evaluation has measured: means over prompts, each with its interval; a prompt without a result counts too."""
+"""Metrics of an evaluation: means over prompts with 95 % intervals, counting prompts without a result."""
 
 # B rows, R runs of a workflow, each one sample, P prompts
 
@@ -72,7 +72,7 @@ def pass_at(k: int, num_right: int, num_samples: int) -> float:
 
 
 def is_binary(rewards: Sequence[float]) -> bool:
-    """Tell whether rewards say right or wrong."""
+    """Return whether all rewards are 0 or 1."""
     return set(rewards) <= {0, 1}
 
 

@@ -1,8 +1,10 @@
-"""Decides when episodes start, runs them, and hands out batches whose staleness is bounded.
+"""Starts and runs episodes, and returns batches of bounded staleness.
 
-All state lives in one event loop, in a thread of its own, and changes only there between two awaits: no locks. Every
-change wakes all waits; nothing polls. Invariants: every prompt ends exactly once, as trained, rejected or failed; a
-wait that raises loses nothing; no wait outlives `episode_timeout` without an event.
+All state belongs to one event loop in its own thread and changes only there, between two awaits, so there are no locks.
+Every change wakes all waits; nothing polls.
+
+Invariants: every prompt ends exactly once, as trained, rejected or failed; a wait that raises loses nothing; a wait
+without any event ends after `episode_timeout`.
 """
 
 import asyncio
@@ -25,7 +27,7 @@ from arealite.rollout.account.store import RolloutStore
 from arealite.rollout.episode import Attempts, Episode, EpisodeRunner, Keep, LocalAttempts, Outcome
 from arealite.rollout.event_loop import EventLoopThread
 from arealite.rollout.failures import OVERDUE, Budgets
-from arealite.rollout.prompts import Dataloader, Prompt, PromptSource, Row, ShouldAccept, brought, named
+from arealite.rollout.prompts import Dataloader, Prompt, PromptSource, Row, ShouldAccept, external_prompt, named
 from arealite.rollout.ready import ReadyEpisodes
 from arealite.rollout.staleness import StalenessAccount
 from arealite.rollout.trajectory import assemble_batch
@@ -37,9 +39,9 @@ from arealite.utils.tasks import BackgroundTasks
 T = TypeVar("T")
 logger = logging.getLogger("arealite.rollout")
 
-_GRACE_S = 30.0  # added to `episode_timeout` before a wait without any event gives up
+_GRACE_S = 30.0  # on top of `episode_timeout`, before a wait without any event raises
 _CLOSE_S = 10.0  # how long cancelled tasks may take to end
-_STARTS_PER_TURN = 32  # episodes started in one turn of the event loop: thousands at once would delay everything else
+_STARTS_PER_TURN = 32  # episodes started in one turn of the event loop, so that thousands do not delay other tasks
 _UNNAMED_EPOCH = -1  # epoch of prompts that were submitted without a `prompt_id`
 
 
@@ -49,7 +51,7 @@ class RolloutExecutor:
     def __init__(
         self, config: InferenceEngineConfig, engine: InferenceEngine, attempts: Attempts | None = None
     ) -> None:
-        """`attempts` runs training episodes elsewhere; None runs them here, as evaluations always are."""
+        """`attempts` runs training episodes in other processes; None runs them here, where evaluations always run."""
         self.config, self._engine, self._batch_size = config, engine, config.consumer_batch_size
         self._max_concurrent = config.max_concurrent_rollouts or self._batch_size
         self._queue_size = config.queue_size or 16 * self._max_concurrent
@@ -73,13 +75,13 @@ class RolloutExecutor:
         self._unthrottled = UnthrottledBatches(self._account, self._changed, config.episode_timeout + _GRACE_S)
         self._is_paused = False
         self._is_closed = False
-        self._is_starting = False  # more will start in the next turn of the loop
+        self._is_starting = False  # whether the next turn of the loop starts more episodes
         self._num_unnamed = 0
         self._source: PromptSource | None = None
-        self._is_open = False  # whether others bring rows when they like
-        # Prompts that were open in the checkpoint we resumed from, until they are queued; None before any episode.
+        self._is_open = False  # whether rows come from outside, such as from online sessions
+        # Open prompts of the checkpoint that the run resumed from, until queued; None before the first episode.
         self._reopened: list[Prompt] | None = None
-        # Brings servers that joined the current weights, while the trainer waits; `loop.ask` asks for it.
+        # Sends current weights to joining servers while the trainer waits; `loop.ask` requests a call.
         self.catch_up: Callable[[], None] = lambda: None
         self.loop = EventLoopThread(
             "arealite-rollout", blocking_call_s=config.blocking_call_s, max_blocked_s=config.episode_timeout
@@ -91,7 +93,7 @@ class RolloutExecutor:
     def prepare_batch(
         self, dataloader: Dataloader, workflow: RolloutWorkflow, should_accept: ShouldAccept | None = None
     ) -> TensorDict:
-        """Return the next batch of bounded staleness; prompts are pulled in the caller's thread as they are wanted."""
+        """Return the next batch of bounded staleness, pulling prompts from the dataloader in the caller's thread."""
         should_accept = should_accept or (lambda trajectory: True)
         source = self._begin_with(dataloader, workflow, should_accept)
         while num_prompts := self._wait_for(self._wait_until, self._num_wanted, self._batch_size):
@@ -100,7 +102,7 @@ class RolloutExecutor:
 
     def _num_wanted(self) -> int | None:
         """Return how many prompts to queue, 0 when a batch can be taken, None when neither is possible yet."""
-        # Asynchronous training asks for one batch more than may start now, so that rejected episodes are replaced.
+        # Asynchronous training queues one extra batch, to replace rejected episodes at once.
         spare = self._batch_size if self.config.max_head_offpolicyness else 0
         num_prompts = min(self._account.room() + spare, self._queue_size) - len(self._queue)
         if num_prompts > 0 and not self._is_open:
@@ -122,10 +124,10 @@ class RolloutExecutor:
         return self._hand_out(self._wait_for(self._take, count, timeout, should_accept))
 
     def run_all(self, rows: Sequence[Row], workflow: RolloutWorkflow, *, is_evaluation: bool = False) -> TensorDict:
-        """Run one episode per row now, also while paused, and return what was accepted.
+        """Run one episode per row now, also while paused, and return the accepted trajectories.
 
-        Staleness throttles nothing here. An evaluation takes any version of the weights (a second engine may not know
-        the current one), but one only: episodes that saw other versions run again.
+        The staleness bound does not apply. An evaluation accepts any single version of the weights (a second engine may
+        not know the current one) and repeats episodes that saw other versions.
         """
         return self._hand_out(self._run_all(rows, workflow, is_evaluation=is_evaluation), is_evaluation=is_evaluation)
 
@@ -139,7 +141,7 @@ class RolloutExecutor:
         self._begin()
         prompts, runner = [self._new_prompt(row, workflow) for row in rows], self._runner
         if is_evaluation:
-            # It counts for the budgets, but nothing of it is kept.
+            # An evaluation counts for the failure budgets but leaves no ledger entries.
             ledger = Ledger(None, self._account)
             here = LocalAttempts(self.config, self._engine, is_evaluation=True)
             runner = EpisodeRunner(self.config, here, ledger, runner.budgets)
@@ -159,11 +161,11 @@ class RolloutExecutor:
         return episodes
 
     def _wait_for(self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
-        """Run it in the loop, and let servers catch up whenever they ask for it; RunStopped ends the wait."""
-        self.loop.ask()  # some may have joined when nobody waited
+        """Run `function` in the loop and update joining servers meanwhile. Raises RunStopped on a stop request."""
+        self.loop.ask()  # servers may have joined before this wait
         try:
             wait: Any = stop.unless_asked(function, *args)
-            wait.__qualname__ = function.__qualname__  # which a stall verdict shows
+            wait.__qualname__ = function.__qualname__  # shown in a stall verdict
             return cast("T", self.loop.run(wait, self.catch_up))
         except stop.Interrupted:
             raise stop.stopped() from None
@@ -209,7 +211,7 @@ class RolloutExecutor:
         return metrics | self._runner.reward_metrics()
 
     def state_dict(self) -> dict[str, Any]:
-        """Make everything so far durable and return what `load_state_dict` needs to resume from here."""
+        """Flush rollouts and ledger to disk and return the state for `load_state_dict`."""
         self._begin()
         if self._source is not None:
             self._source.require_fetch()
@@ -218,18 +220,18 @@ class RolloutExecutor:
         return {"version": self._account.version, "num_unnamed": self._num_unnamed, "ledger_position": position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Undo what came after a checkpoint; the next `prepare_batch` fetches and queues what was open then."""
+        """Roll back to a checkpoint; the next `prepare_batch` fetches and queues the prompts that were open then."""
         assert self._reopened is None, "load_state_dict must come before the first episode"
         self._reopened = self._ledger.rollback(state["ledger_position"])
         self._num_unnamed = state["num_unnamed"]
         self.store.trim(state["version"])
 
     def note_checkpoint(self, step: int, position: int) -> None:
-        """Record that what was trained up to a step can't be undone any more."""
+        """Record a published checkpoint: prompts trained up to `step` are final."""
         self._ledger.note_checkpoint(step, position)
 
     def close(self) -> None:
-        """Cancel what runs, end the thread and finish writing rollouts and ledger."""
+        """Cancel running episodes, end the thread, and finish writing rollouts and ledger."""
         self._is_closed = True
         self.loop.close(_CLOSE_S)
         try:
@@ -238,7 +240,7 @@ class RolloutExecutor:
             self._ledger.close()
 
     def _begin(self) -> None:
-        """Before the first episode of a run that does not resume: remove what an earlier one left."""
+        """Remove the ledger and rollouts of an earlier run before the first episode, unless this run resumes."""
         if self._reopened is None:
             self.load_state_dict({"ledger_position": 0, "version": 0, "num_unnamed": 0})
 
@@ -268,11 +270,11 @@ class RolloutExecutor:
         await self._enqueue(prompts)
 
     async def _admit(self, row: Row, workflow: RolloutWorkflow, should_accept: ShouldAccept) -> bool:
-        """Start the episode of a row from outside at once, or not at all: it waits nowhere."""
+        """Start an episode for an external row; return False if there is no capacity."""
         if self._queue or self._is_paused or self._is_closed or self._account.capacity() <= 0:
             return False
         number = self._ledger.num_issued
-        await self._issue([brought(number, row, workflow, should_accept)], cursor_after(number + 1))
+        await self._issue([external_prompt(number, row, workflow, should_accept)], cursor_after(number + 1))
         return True
 
     async def _enqueue(self, prompts: list[Prompt]) -> None:
@@ -280,7 +282,7 @@ class RolloutExecutor:
         self._advance()
 
     def _advance(self) -> None:
-        """Start what may start, some in each turn of the loop, and wake every wait."""
+        """Start queued episodes up to the capacity, a few per turn of the loop, and wake every wait."""
         if not (self._is_starting or self._is_paused or self._is_closed):
             for _ in range(_STARTS_PER_TURN):
                 if not self._queue or self._account.capacity() <= 0:
@@ -293,7 +295,7 @@ class RolloutExecutor:
         self._wake()
 
     def _wake(self) -> None:
-        self._changed.set()  # wakes those who wait now, not later ones
+        self._changed.set()  # wakes current waits only
         self._changed.clear()
 
     def _start_more(self) -> None:
@@ -303,11 +305,11 @@ class RolloutExecutor:
     async def _run(self, episode: Episode) -> None:
         outcome: Outcome = await self._runner.run(episode)
         if episode not in self._running:
-            return  # dropped meanwhile
+            return  # `_set_version` has dropped it
         if isinstance(outcome, TensorDict) and self._account.is_overdue(episode.head_version):
             outcome = OVERDUE
         runs_again = self._runner.end(episode, outcome)
-        del self._running[episode]  # if that raised, who waits for a batch sees it run until the error is there
+        del self._running[episode]  # after `end`: if that raises, a waiting caller gets its error, not "none running"
         if runs_again:
             self._queue.appendleft(episode.prompt)
         elif isinstance(outcome, TensorDict):
@@ -331,7 +333,7 @@ class RolloutExecutor:
         self._advance()
 
     def set_capacity(self, share: float) -> None:
-        """Allow this share of the usual concurrency, rounded up, but not more than is configured (in the loop)."""
+        """Limit concurrency to a share of its default, rounded up, and to the configured maximum (in the loop)."""
         max_concurrent = max(1, math.ceil(share * self._max_concurrent))
         if self.config.max_concurrent_rollouts is not None:
             max_concurrent = min(max_concurrent, self.config.max_concurrent_rollouts)
@@ -357,13 +359,13 @@ class RolloutExecutor:
     # In the event loop: waits
 
     async def _wait_until(self, look: Callable[[], T | None], count: int, timeout: float | None = None) -> T:
-        """Return what `look` finds as soon as it is not None; `count` episodes are what the caller is after."""
+        """Wait until `look()` is not None and return its value; the caller wants `count` episodes."""
         loop = asyncio.get_running_loop()
         deadline = None if timeout is None else loop.time() + timeout
         while True:
             self._check()
-            if (found := look()) is not None:
-                return found
+            if (result := look()) is not None:
+                return result
             if deadline is None and not self._running and not self._is_paused and not self._is_open:
                 raise RuntimeError(
                     f"{count} episodes must be able to finish: got {len(self._ready)} finished, none running and "
@@ -382,7 +384,7 @@ class RolloutExecutor:
                         f"{count} episodes must finish within {timeout:g} s: got {len(self._ready)} finished, "
                         f"{counts}. Call wait again: nothing is lost."
                     ) from None
-                # Requests that wait for any server have a deadline of their own.
+                # Requests that wait for a server have their own deadline.
                 if not any(one.has_time for one in self._running):
                     raise EpisodeTimeoutError(
                         f"an episode must start or end every {stalled_s:g} s: got none, with {counts}, "

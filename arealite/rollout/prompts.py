@@ -1,6 +1,6 @@
-"""Prompts: the record that follows one through a run, and the dataloader that prompts come from.
+"""Prompts: the record of one prompt through a run, and the source that pulls them from a dataloader.
 
-Invariant: every row that leaves a `PromptSource` has a `prompt_id`, and no two rows of one source share one.
+Invariant: every row of a `PromptSource` has a `prompt_id`, unique in that source.
 """
 
 import itertools
@@ -21,50 +21,50 @@ ShouldAccept = Callable[["TensorDict"], bool]
 
 @dataclass(frozen=True)
 class SampleRecord:
-    """One completion that ended."""
+    """A finished completion."""
 
-    sample: int  # its number in the episode, in the order of the requests
+    sample: int  # number in the episode, in request order
     tokens: int
     latency_s: float
     num_interrupts: int
-    server: str  # the last one that sampled a token of it
+    server: str  # the last one that sampled its tokens
 
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """One prompt, from issued to trained, rejected or failed."""
+    """A prompt and its state, from issued to trained, rejected or failed."""
 
     prompt_id: PromptId
     row: Row = field(default_factory=dict)
-    workflow: RolloutWorkflow | None = None  # None after a recovery, until a dataloader has fetched the row again
-    should_accept: ShouldAccept | None = None  # None if a filter of `wait` may still reject its trajectory
+    workflow: RolloutWorkflow | None = None  # None after recovery, until the dataloader fetches the row again
+    should_accept: ShouldAccept | None = None  # None if a filter of `wait` may still reject it
     attempt: int = 0
-    is_repeatable: bool = True  # whether another attempt makes sense; nobody comes a second time from outside
-    first_started_s: float | None = None  # time of the event loop when the first attempt began
+    is_repeatable: bool = True  # external rows have one attempt
+    first_started_s: float | None = None  # loop time of the first attempt's start
 
     # Kept by the ledger
     ticket: int = 0
-    is_counted: bool = True  # whether staleness throttles it
+    is_counted: bool = True  # whether the staleness bound counts it
     issued_at: int = 0  # position in the ledger
     issued_unix_s: float = 0.0
     state: str = "issued"
     reason: str | None = None
-    head_version: int = -1  # version of the trainer when the attempt began; -1 before the first one
+    head_version: int = -1  # trainer's version at the start of the attempt; -1 before the first
     trained_version: int | None = None
     latency_s: float | None = None
 
 
 class PromptSource:
-    """Pulls batches of rows from a dataloader and begins again when it ends."""
+    """Pulls batches of rows from a dataloader and restarts it at its end."""
 
     def __init__(self, dataloader: Dataloader) -> None:
         self.dataloader = dataloader
         self._batches = self._cycle()
         self._error: Exception | None = None
-        self._rewards: dict[str, list[float]] = {}  # by source of a mixture, since they were last taken
+        self._rewards: dict[str, list[float]] = {}  # by source of a mixture, since the last `metrics`
 
     def of(self, dataloader: Dataloader) -> "PromptSource":
-        """Return this source. Raises ValueError if it is another dataloader's."""
+        """Return this source. Raises ValueError for another dataloader."""
         if self.dataloader is not dataloader:
             raise ValueError(
                 f"prepare_batch must get one dataloader in a run: got a second one, {type(dataloader).__name__}, whose "
@@ -74,7 +74,7 @@ class PromptSource:
         return self
 
     def prompts(self, num: int, workflow: RolloutWorkflow, should_accept: ShouldAccept) -> list[Prompt]:
-        """Pull batches until there are `num` rows, or more."""
+        """Pull batches until there are at least `num` rows."""
         rows: list[Row] = []
         while len(rows) < num:
             rows += self._pull()
@@ -93,12 +93,12 @@ class PromptSource:
             raise
 
     def cursor(self) -> Mapping[str, Any] | None:
-        """Return the dataloader's own note of what it has yielded; None if it keeps none."""
+        """Return the dataloader's position; None if it has no `state_dict`."""
         state_dict = getattr(self.dataloader, "state_dict", None)
         return None if state_dict is None else state_dict()
 
     def note_rewards(self, rewards: Mapping[PromptId, Sequence[float]]) -> None:
-        """Count the rewards of prompts that are trained on for their sources, if the dataloader names some."""
+        """Add the rewards of trained prompts to their sources in a mixture."""
         source_of = getattr(self.dataloader, "source_of", lambda _: None)
         for prompt_id, each in rewards.items():
             if (name := source_of(prompt_id)) is not None:
@@ -110,7 +110,7 @@ class PromptSource:
         return {f"reward/mean/{name}": sum(each) / len(each) for name, each in rewards.items()}
 
     def require_fetch(self) -> Callable[[PromptId], Row]:
-        """Return how the dataloader fetches a row by its name; raise if another process could not find rows again."""
+        """Return the dataloader's `fetch`. Raises ValueError if it can't find a row again by its id."""
         fetch: Callable[[PromptId], Row] | None = getattr(self.dataloader, "fetch", None)
         if fetch is None:
             raise ValueError(
@@ -122,7 +122,7 @@ class PromptSource:
     def _cycle(self) -> Iterator[list[Row]]:
         for epoch in itertools.count():
             index = 0
-            assert not isinstance(self.dataloader, OutsideRows), "nobody pulls what others bring"
+            assert not isinstance(self.dataloader, OutsideRows), "external rows are pushed, not pulled"
             for rows in self.dataloader:
                 yield [named(row, PromptId(epoch, index + offset)) for offset, row in enumerate(rows)]
                 index += len(rows)
@@ -133,14 +133,14 @@ class PromptSource:
                 )
 
 
-def brought(number: int, row: Row, workflow: RolloutWorkflow, should_accept: ShouldAccept) -> Prompt:
-    """Return the prompt of a row from outside, the run's `number`th."""
+def external_prompt(number: int, row: Row, workflow: RolloutWorkflow, should_accept: ShouldAccept) -> Prompt:
+    """Return the prompt of the run's `number`th external row."""
     row = named(row, PromptId(0, number))
     return Prompt(row["prompt_id"], row, workflow, should_accept, is_repeatable=False)
 
 
 def named(row: object, prompt_id: PromptId) -> Row:
-    """Return the row with a `prompt_id`: its own, or the given one."""
+    """Return the row with its own `prompt_id`, or the given one."""
     if not isinstance(row, Mapping):
         raise ValueError(
             f"rows must come as a list of dicts: got one that is {row!r:.100}. Use PromptLoader, or give a DataLoader "

@@ -1,4 +1,4 @@
-"""Accepted episodes that no batch has taken: which ones the next batch holds, and which ones are rejected after all.
+"""Accepted episodes that are in no batch yet: the next batch takes the oldest ones, a filter or age rejects others.
 
 Invariant: an episode leaves as part of one batch or by one rejection, and the ledger records either.
 """
@@ -14,7 +14,7 @@ from arealite.rollout.staleness import StalenessAccount
 
 
 class ReadyEpisodes:
-    """Lives in the executor's event loop."""
+    """Used in the executor's event loop only."""
 
     def __init__(
         self, account: StalenessAccount, ledger: Ledger, budgets: Budgets, on_rejection: Callable[[], None]
@@ -27,13 +27,13 @@ class ReadyEpisodes:
         return len(self._episodes)
 
     def add(self, episode: Episode) -> None:
-        """Keep an episode that was accepted, for good unless a filter of `wait` may still reject it."""
+        """Add an accepted episode; a filter of `wait` may still reject it."""
         self._episodes[episode] = None
         if episode.prompt.should_accept is not None:
             self._budgets.accept()
 
     def take(self, count: int) -> list[Episode]:
-        """Hand the `count` oldest ones to the update of the current version."""
+        """Remove and return the `count` oldest episodes, marked as trained at the current version."""
         fresh = [one for one in self._episodes if not self._account.is_overdue(one.head_version)]
         episodes = heapq.nsmallest(count, fresh, key=lambda one: (one.head_version, one.prompt_id))
         for episode in episodes:
@@ -43,7 +43,7 @@ class ReadyEpisodes:
         return episodes
 
     def filter(self, should_accept: ShouldAccept) -> None:
-        """Apply the filter of `wait` to what has finished since."""
+        """Apply the filter of `wait` to episodes that it has not judged yet."""
         unjudged = [one for one in self._episodes if one.prompt.should_accept is None]
         rejected = [one for one in unjudged if not should_accept(one.trajectory)]
         for episode in unjudged:
@@ -51,7 +51,7 @@ class ReadyEpisodes:
         self._reject(rejected, BY_FILTER)
 
     def reject_overdue(self) -> None:
-        """Reject what has become too old for any batch."""
+        """Reject episodes that are too old for any batch."""
         self._reject([one for one in self._episodes if self._account.is_overdue(one.head_version)], OVERDUE)
 
     def _reject(self, episodes: list[Episode], reason: str) -> None:

@@ -1,4 +1,4 @@
-"""When an episode may start and when a batch may be taken, so that no trained token is older than the bound.
+"""Bounds staleness: when an episode may start, and when a batch may be taken.
 
 Everything counts episodes (a prompt with its samples) by *head version*: the trainer's version when the attempt began.
 With `eta = max_head_offpolicyness`, an episode of head `h` may be consumed up to version `h + eta`, and every version
@@ -21,7 +21,7 @@ from typing import Literal
 
 @dataclass(kw_only=True)
 class StalenessAccount:
-    """The episodes of a run by head version: running, ready (finished, not yet consumed) and consumed."""
+    """Counts the episodes of a run by head version: running, ready (finished, not yet consumed) and consumed."""
 
     batch_size: int
     max_head_offpolicyness: int
@@ -36,7 +36,7 @@ class StalenessAccount:
         self.set_version(self.version)
 
     def set_version(self, version: int) -> None:
-        """Set the trainer's version. Each earlier one counts as a consumed batch, whoever consumed it."""
+        """Set the trainer's version. Each earlier version counts as one consumed batch."""
         self.version = version
         self.consumed = max(self.consumed, version * self.batch_size)
 

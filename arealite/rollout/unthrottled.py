@@ -1,7 +1,6 @@
-"""Batches that staleness does not throttle: a fixed list of prompts, run now, with a concurrency limit of its own.
+"""Runs a fixed list of prompts at once, without the staleness bound: synchronous batches and evaluations.
 
-Synchronous batches and evaluations run here. Invariants: a batch returns when every episode has ended; an evaluation
-holds completions of one version of the weights only.
+Invariants: a batch returns when every episode has ended; an evaluation has completions of one weight version only.
 """
 
 import asyncio
@@ -18,23 +17,23 @@ logger = logging.getLogger("arealite.rollout")
 
 class UnthrottledBatches:
     def __init__(self, account: StalenessAccount, changed: asyncio.Event, stalled_s: float) -> None:
-        """A wait gives up after `stalled_s` seconds in which no episode starts or ends."""
+        """A wait raises after `stalled_s` seconds in which no episode starts or ends."""
         self._account = account  # only for its concurrency limit
         self._changed = changed
         self._stalled_s = stalled_s
         self._num_running = 0
-        self._attempts: set[Episode] = set()  # that run now
+        self._attempts: set[Episode] = set()  # running now
 
     async def train(self, runner: EpisodeRunner, prompts: list[Prompt], version: int) -> list[Episode]:
-        """Run episodes whose accepted results are trained on at this version."""
+        """Run episodes and mark the accepted ones as trained at this version."""
         episodes = await self._run(runner, prompts, head_version=version)
         runner.ledger.train([one.prompt for one in episodes], version)
         return episodes
 
     async def evaluate(self, runner: EpisodeRunner, prompts: list[Prompt], keep: Keep | None = None) -> list[Episode]:
-        """Run evaluation episodes; those that other weights than the newest sampled run again.
+        """Run evaluation episodes, and repeat those that did not see the newest weights.
 
-        `keep` gets each as soon as it is accepted, with its trajectory, which is then dropped; it judges the weights.
+        With `keep`, each accepted episode is passed to it and its trajectory is dropped; nothing is repeated.
         """
         episodes = await self._run(runner, prompts, head_version=0, keep=keep)
         if keep is not None:
@@ -56,7 +55,7 @@ class UnthrottledBatches:
     async def _run(
         self, runner: EpisodeRunner, prompts: list[Prompt], *, head_version: int, keep: Keep | None = None
     ) -> list[Episode]:
-        """Return the episodes that were accepted; the first error ends all others."""
+        """Return the accepted episodes; the first error cancels all others."""
         runner.ledger.issue(prompts, cursor=None, is_counted=False)
         tasks: list[asyncio.Task[Episode | None]] = []
         left: set[asyncio.Task[Episode | None]] = set()
@@ -90,7 +89,7 @@ class UnthrottledBatches:
     async def _run_to_the_end(
         self, runner: EpisodeRunner, prompt: Prompt, head_version: int, keep: Keep | None
     ) -> Episode | None:
-        """Return the accepted episode; None if it was rejected or failed."""
+        """Run a prompt with its retries; return the accepted episode, or None."""
         is_over = False
         while not is_over:
             episode = runner.start(prompt, head_version)
@@ -116,7 +115,7 @@ class UnthrottledBatches:
                 async with asyncio.timeout(self._stalled_s):
                     await self._changed.wait()
             except TimeoutError:
-                # Requests that wait for any server have a deadline of their own.
+                # Requests that wait for a server have their own deadline.
                 if not any(one.has_time for one in self._attempts):
                     raise EpisodeTimeoutError(
                         f"an episode must start or end every {self._stalled_s:g} s: got none, with "
@@ -125,7 +124,7 @@ class UnthrottledBatches:
                     ) from None
 
     def _wake(self) -> None:
-        self._changed.set()  # wakes those who wait now, not later ones
+        self._changed.set()  # wakes current waits only
         self._changed.clear()
 
 
