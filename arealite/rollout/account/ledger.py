@@ -1,14 +1,14 @@
-"""What became of every prompt of a run, durably.
+"""The durable state of every prompt of a run.
 
     issued -> running -> accepted -> trained(version)
       ^         | | |       |
       |__retry__| | |_______|___> rejected(reason)
                   |_____________> failed(kind)
 
-Each issue of a prompt has a *ticket*, each transition (of one prompt or, `issue` and `train`, of several at once) a
-*position*. `rollback` to a position undoes what was decided after it, so `trained` is provisional until a checkpoint
-that contains it is recorded. The ledger alone moves the staleness account: what is durable and what throttles the run
-can't drift apart. Transitions happen in the event loop and do not wait for the disk (`ledger_file.py`).
+Each issue of a prompt has a *ticket*, each transition (of one prompt, or of several by `issue` and `train`) has a
+*position*. `rollback` to a position undoes all later transitions, so `trained` is provisional until a checkpoint that
+contains it is recorded. Only the ledger moves the staleness account, so that durable states and bound can't diverge.
+Transitions happen in the event loop and do not wait for the disk (`ledger_file.py`).
 """
 
 import json
@@ -36,12 +36,12 @@ class Ledger:
 
     @property
     def counts(self) -> Counter[str]:
-        """How many prompts are `issued`, `running`, `accepted`, `trained`, `rejected_<reason>` and `failed_<kind>` now,
-        and how many times one was `retried_<kind>`; from any thread."""
+        """Counts of prompts by state (`issued`, `running`, `accepted`, `trained`, `rejected_<reason>`, `failed_<kind>`)
+        and of retries (`retried_<kind>`); may be read from any thread."""
         return self._counts.copy()
 
     def totals(self) -> dict[str, int]:
-        """Return how many prompts are issued, running, accepted (trained ones too), rejected and failed."""
+        """Return the numbers of prompts that are issued, running, accepted (including trained), rejected and failed."""
         counts = self.counts
         totals = {"issued": counts["issued"], "running": counts["running"]}
         totals["accepted"] = counts["accepted"] + counts["trained"]
@@ -50,19 +50,19 @@ class Ledger:
         return totals
 
     def causes(self) -> dict[str, int]:
-        """Return why prompts were rejected, failed or tried again."""
+        """Return the counts of rejections, failures and retries by cause."""
         kinds = ("rejected_", "failed_", "retried_")
         return {name: count for name, count in self.counts.items() if name.startswith(kinds) and count}
 
     @property
     def num_issued(self) -> int:
-        """How many tickets were given out, also before a recovery."""
+        """Number of issued tickets, including those before a recovery."""
         return self._last_ticket
 
     # Transitions
 
     def issue(self, prompts: Sequence[Prompt], *, cursor: Mapping[str, Any] | None, is_counted: bool = True) -> None:
-        """Give each prompt a ticket and record the dataloader's state; staleness throttles them if `is_counted`."""
+        """Give each prompt a ticket and record the dataloader's state; the staleness bound applies if `is_counted`."""
         assert not self._has_earlier_history, "call rollback(position) before writing to an existing ledger (0 clears)"
         now, position = time.time(), self._position + 1
         for ticket, prompt in enumerate(prompts, start=self._last_ticket + 1):
@@ -78,13 +78,13 @@ class Ledger:
         self._change([prompt], "running")
 
     def retry(self, prompt: Prompt, kind: str) -> None:
-        """End an attempt that failed; another will follow."""
+        """Record a failed attempt that is repeated."""
         _require(prompt, "running")
         self._counts[f"retried_{kind}"] += 1
         self._change([prompt], "issued", retries=((self._position + 1, prompt.ticket, kind),))
 
     def accept(self, prompt: Prompt, samples: Sequence[SampleRecord], latency_s: float) -> None:
-        """End an episode whose trajectory may be trained on."""
+        """Record an episode whose trajectory may be trained on."""
         _require(prompt, "running")
         prompt.latency_s = latency_s
         self._change([prompt], "accepted", samples=_rows(prompt, samples))
@@ -97,14 +97,14 @@ class Ledger:
         samples: Sequence[SampleRecord] = (),
         latency_s: float | None = None,
     ) -> None:
-        """End an episode that someone decided against or that broke for good; an accepted one may still be rejected."""
+        """Record the rejection or final failure of an episode; an accepted episode may still be rejected."""
         _require(prompt, "running", *(["accepted"] if state == "rejected" else []))
         prompt.reason = reason
         prompt.latency_s = prompt.latency_s if latency_s is None else latency_s
         self._change([prompt], state, samples=_rows(prompt, samples))
 
     def train(self, prompts: Sequence[Prompt], version: int) -> None:
-        """Hand accepted episodes to the update that turns `version` into the next one."""
+        """Record that the update from `version` to the next one trains on accepted episodes."""
         for prompt in prompts:
             _require(prompt, "accepted")
         tickets = [prompt.ticket for prompt in prompts]
@@ -116,14 +116,14 @@ class Ledger:
     # Called in the trainer's thread
 
     def flush(self) -> int:
-        """Wait until everything recorded so far is on the disk, and return its position."""
+        """Wait until all transitions are on disk and return the last position."""
         position = self._position
         if self._file is not None:
             self._file.flush()
         return position
 
     def note_checkpoint(self, step: int, position: int) -> None:
-        """Record that a published checkpoint holds all updates up to `step`, and all transitions up to `position`."""
+        """Record a published checkpoint with all updates up to `step` and all transitions up to `position`."""
         if self._file is not None:
             self._file.append(position, {"checkpoints": ((step, position),)})
 
@@ -136,10 +136,10 @@ class Ledger:
             self._file.close()
 
     def rollback(self, position: int) -> list[Prompt]:
-        """Undo everything after a position; return the prompts that must run again, in the order of their issue.
+        """Undo all transitions after a position and return the prompts that must run again, in the order of issue.
 
-        Prompts issued later are forgotten: the dataloader will yield them again. Must come before any transition;
-        a run that does not resume rolls back to 0.
+        Prompts issued later are removed: the dataloader yields them again. Must precede any transition; a run that does
+        not resume rolls back to 0.
         """
         assert not self._counts, f"a rollback must come first: got {dict(self._counts)}"
         self._has_earlier_history = False
@@ -165,7 +165,7 @@ class Ledger:
         self._write(prompts, **rows)
 
     def _write(self, prompts: Sequence[Prompt], **rows: Iterable[Row]) -> None:
-        """Give a transition its position and its place in the file."""
+        """Assign a position to a transition and append it to the file."""
         self._position += 1
         if self._file is not None:
             changed = self._position, time.time()

@@ -1,8 +1,8 @@
-"""The ledger's SQLite file: one writer thread, group commits, readers at any time.
+"""The SQLite file of the ledger: one writer thread, group commits, concurrent readers.
 
 An event (the rows of one transition, by table) is written in one transaction, and transactions keep the order of
-events, so the file always holds a prefix of them. A commit survives the death of the process, a flush also that of the
-node. What the rows mean is left to `ledger.py`; `audit.py` reads them.
+events, so the file always holds a prefix of them. A commit survives the death of the process, a flush that of the node.
+`ledger.py` defines the meaning of the rows, `audit.py` reads them.
 """
 
 import contextlib
@@ -54,14 +54,14 @@ _ROLLBACK = (
 )
 
 _GROUP_S = 0.01  # how long a commit waits for more events
-_GROUP_EVENTS = 1000  # largest commit: a larger one would stop the event loop while its JSON is made
-_MAX_BACKLOG = 100_000  # events in memory; with more, the caller waits for the disk
+_GROUP_EVENTS = 1000  # largest commit: encoding a larger one as JSON would block the event loop
+_MAX_BACKLOG = 100_000  # events in memory; above that the caller waits for the disk
 _FLUSH_S = 30.0
-_LOCK_S = 20.0  # how long the file may be locked by others
+_LOCK_S = 20.0  # timeout for a lock that another process holds
 
 
 class LedgerFile:
-    """Appends events to a file that others may read meanwhile."""
+    """Appends events to a file that other processes may read at the same time."""
 
     def __init__(self, path: str) -> None:
         self.path = path = os.path.abspath(path)
@@ -74,23 +74,22 @@ class LedgerFile:
             self._database.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
         except sqlite3.Error as error:
             raise _explained(path, error) from error
-        self._opened = os.stat(path)
-        found = "SELECT coalesce(max(value), 0) FROM meta WHERE key = 'position'"
-        self.last_position: int = self._database.execute(found).fetchone()[0]  # highest one that was ever written
-        # Events, flushes that wait for what is before them, and None at the end.
+        query = "SELECT coalesce(max(value), 0) FROM meta WHERE key = 'position'"
+        self.last_position: int = self._database.execute(query).fetchone()[0]  # the highest ever written
+        # Events, flushes (set once everything before them is written), and None at the end.
         self._queue: SimpleQueue[tuple[int, Event] | threading.Event | None] = SimpleQueue()
         self._error: LedgerError | None = None
         self._thread = threading.Thread(target=self._write_until_closed, name="arealite-ledger", daemon=True)
         self._thread.start()
 
     def append(self, position: int, event: Event) -> None:
-        """Queue an event that belongs to a position, and return at once."""
+        """Queue the event of a position and return at once."""
         self._queue.put((position, event))
         if self._queue.qsize() >= _MAX_BACKLOG:
             self.flush()
 
     def flush(self) -> None:
-        """Wait until everything that was appended is on the disk."""
+        """Wait until all appended events are on disk."""
         is_written = threading.Event()
         self._queue.put(is_written)
         is_in_time = is_written.wait(_FLUSH_S)
@@ -99,11 +98,6 @@ class LedgerFile:
             raise LedgerError(
                 f"{self.path} must take {self._queue.qsize()} events within {_FLUSH_S:g} s: it did not. "
                 "Put cluster.fileroot on a faster disk."
-            )
-        if not os.path.exists(self.path) or not os.path.samestat(os.stat(self.path), self._opened):
-            raise LedgerError(
-                f"{self.path} must stay while its run lives: it was removed or replaced. Keep others out of the run "
-                "folder and start a new run; this one could not be resumed."
             )
 
     def check(self) -> None:
@@ -119,9 +113,9 @@ class LedgerFile:
         self.check()
 
     def rollback(self, position: int) -> tuple[int, Counter[str], list[Prompt]]:
-        """Undo what came after a position and reopen what had not ended by then; called while nothing is appended.
+        """Delete everything after a position and reopen prompts that were open then. Must precede any append.
 
-        Return the last ticket, the counts of `count_states`, and the prompts that wait to run by their tickets.
+        Returns the last ticket, the counts of `count_states`, and the reopened prompts in ticket order.
         """
         try:
             with self._database:
@@ -171,17 +165,17 @@ class LedgerFile:
             for table, by_key in rows.items():
                 written = list(by_key.values())
                 columns = ", ".join(f"json_extract(value, '$[{column}]')" for column in range(len(written[0])))
-                # One statement per table: one per row would ask a busy event loop for the GIL each time, and lag.
+                # One statement per table: one per row would wait for the GIL of a busy event loop each time.
                 statement = f"INSERT OR REPLACE INTO {table} SELECT {columns} FROM json_each(?)"
                 self._database.execute(statement, (json.dumps(written),))
 
 
 @contextlib.contextmanager
 def open_for_reading(path: str | os.PathLike[str]) -> Iterator[sqlite3.Connection]:
-    """Open the ledger of a run, alive or not, for queries that see one moment, without ever changing it."""
+    """Open the ledger of a run, alive or not, read-only; all queries see one snapshot."""
     if not os.path.exists(path):
         raise LedgerError(f"{path} must exist: it does not. Name the folder of a run.")
-    # Without a log beside it nobody writes, and a folder that can't be written must be readable too.
+    # Without a WAL file nobody writes, and a read-only folder must be readable too.
     options = "mode=ro" if os.path.exists(f"{path}-wal") else "mode=ro&immutable=1"
     with contextlib.closing(_connected(path, options)) as database:
         try:
@@ -199,9 +193,9 @@ def count_states(database: sqlite3.Connection) -> Counter[str]:
 
 
 def _explained(path: str, error: Exception) -> LedgerError:
-    """Say what keeps the file from being written: another process, or the disk."""
+    """Return an error that names why the file can't be written: a lock, or the disk."""
     if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
-        message = f"not be locked by others for {_LOCK_S:g} s: got {_locking(path)}. Close it, then resume the run."
+        message = f"not be locked by another process for {_LOCK_S:g} s: got {error}. Close it, then resume the run."
     else:
         message = f"be writable: got {error}, with {free_space(path)}. Free the disk, then resume the run."
     explained = LedgerError(f"{path} must {message}")
@@ -209,20 +203,8 @@ def _explained(path: str, error: Exception) -> LedgerError:
     return explained
 
 
-def _locking(path: str) -> str:
-    """Name the processes of this node that hold a write lock on a database."""
-    pids = set()
-    with contextlib.suppress(OSError, ValueError):  # not every node tells
-        inodes = {os.stat(file).st_ino for file in (path, f"{path}-wal", f"{path}-shm") if os.path.exists(file)}
-        lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
-        for *_, kind, pid, file, _, _ in [line.split() for line in lines if "->" not in line]:
-            if kind == "WRITE" and int(file.rpartition(":")[2]) in inodes:
-                pids.add(int(pid))
-    return " and ".join(f"process {pid}" for pid in pids - {os.getpid()}) or "a process, maybe on another node"
-
-
 def _connected(path: str | os.PathLike[str], options: str) -> sqlite3.Connection:
-    """Connect to a ledger; `with` the connection, what changes rows is one transaction."""
+    """Connect to a ledger; a `with` block on the connection is one transaction."""
     uri = f"{Path(path).absolute().as_uri()}?{options}"
     try:
         database = sqlite3.connect(uri, _LOCK_S, isolation_level="IMMEDIATE", check_same_thread=False, uri=True)

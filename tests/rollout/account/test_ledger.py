@@ -462,7 +462,9 @@ sys.stdin.read()
 """
 
 
-def test_who_locks_the_ledger_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_of_another_process_is_an_error_of_the_next_flush(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ledger_file, "_LOCK_S", 0.5)
     path = tmp_path / "ledger.sqlite"
     ledger = Ledger(str(path), new_account())
@@ -471,7 +473,7 @@ def test_who_locks_the_ledger_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "locked\n"
         ledger.issue([Prompt(PromptId(0, 0))], cursor=None)
-        message = rf"{path} must not be locked by others for 0.5 s: got process {other.pid}\. Close it"
+        message = rf"{path} must not be locked by another process for 0.5 s"
         with pytest.raises(LedgerError, match=message):
             ledger.flush()
         other.communicate()
@@ -485,22 +487,9 @@ def test_a_rollback_that_can_not_be_written_says_why(tmp_path: Path, monkeypatch
     ledger = Ledger(str(path), new_account())
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        with pytest.raises(LedgerError, match=rf"{path} must not be locked by others for 0.5 s"):
+        with pytest.raises(LedgerError, match=rf"{path} must not be locked by another process for 0.5 s"):
             ledger.rollback(0)
     ledger.close()
-
-
-@pytest.mark.parametrize(
-    "locks", [None, "1: POSIX  ADVISORY  WRITE 4194304 <none>:0 0 EOF\n", "1: POSIX WRITE a b c d\n"]
-)
-def test_locks_that_can_not_be_read_hide_no_error(tmp_path: Path, monkeypatch, locks: str | None) -> None:
-    def read_text(path: Path, **options: str) -> str:
-        if locks is None:
-            raise FileNotFoundError(path)
-        return locks
-
-    monkeypatch.setattr(Path, "read_text", read_text)
-    assert ledger_file._locking(str(tmp_path / "ledger.sqlite")) == "a process, maybe on another node"
 
 
 def test_a_ledger_stays_where_it_is_when_the_script_changes_its_folder(tmp_path: Path, monkeypatch) -> None:
@@ -509,20 +498,4 @@ def test_a_ledger_stays_where_it_is_when_the_script_changes_its_folder(tmp_path:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
     ledger.flush()
-    ledger.close()
-
-
-@pytest.mark.parametrize("is_replaced", [False, True])
-def test_a_ledger_that_is_taken_away_is_noticed_at_the_next_flush(tmp_path: Path, is_replaced: bool) -> None:
-    path = tmp_path / "ledger.sqlite"
-    ledger = Ledger(str(path), new_account())
-    ledger.issue([Prompt(PromptId(0, 0))], cursor=None)
-    ledger.flush()
-    copy = shutil.copy(path, tmp_path / "copy")
-    path.unlink()
-    if is_replaced:
-        Path(copy).rename(path)
-    ledger.issue([Prompt(PromptId(0, 1))], cursor=None)
-    with pytest.raises(LedgerError, match=r"ledger.sqlite must stay while its run lives: it was removed or replaced"):
-        ledger.flush()
     ledger.close()
