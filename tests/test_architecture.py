@@ -79,8 +79,8 @@ CEILINGS = {
     "code of a GRPO run": 19958,
     "import depth": 28,
     "keys of a GRPO config": 459,
-    "lines of pages": 5761,
-    "lines of README.md": 253,
+    "lines of pages": 5920,
+    "lines of README.md": 150,
 }
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 600
 LONG_FUNCTIONS = {"inference/completions.py:generate", "migrate/trl.py:_common", "cli/main.py:_run"}

@@ -33,6 +33,7 @@ from arealite.launcher import local, ray, slurm, torchrun
 CONFIGS = REPOSITORY / "examples/arealite/configs"
 PAGES = [
     "README.md",
+    "docs/run.md",
     *(f"docs/{name}.md" for name in ("data-and-rewards", "workflows", "agents", "own-loss", "one-gpu", "cluster")),
     *(f"docs/{name}.md" for name in ("core", "not-learning", "evaluation")),
 ]
@@ -56,7 +57,7 @@ SNIPPETS = {
 """Functions without a file, which tests below run."""
 SHOWN = {
     ("README.md", "for step in range("): "the loop of examples/arealite/gsm8k_grpo.py",
-    ("README.md", "def my_reward("): "a signature",
+    ("README.md", "def score("): "a signature",
     ("docs/own-loss.md", "  warning  at ratio 1"): "an output, which is compared below",
     ("docs/one-gpu.md", "memory    the run needs"): "an output, which is compared below",
     ("docs/core.md", "+from arealite.core.workers"): "tests/core/test_equal_numbers.py trains with these edits",
