@@ -1,7 +1,7 @@
-"""What an episode returns: checked when it arrives, joined into a batch, split over ranks.
+"""Trajectories: validated when an episode ends, joined into a batch, split over ranks.
 
-Invariant: trajectories that passed `check_trajectory` and `Columns` can be written, joined and sent to other ranks;
-they have finite numbers, a version for every sampled token, and no token older than the version its episode began with.
+Invariant: trajectories that passed `check_trajectory` and `Columns` can be written, joined and sent to other ranks.
+They have finite numbers, a version for every sampled token, and no token older than the head version of their episode.
 A batch and its split depend on the trajectories, not on timing.
 """
 
@@ -25,7 +25,7 @@ from arealite.utils.tensors import concat_padded_tensors, split_balanced, trimme
 
 _PER_TOKEN = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
 _KEPT = {"kept_ids", "kept_counts"}
-_NUM_IDS = 2**31  # what tokenizers can decode
+_NUM_IDS = 2**31  # larger ids overflow tokenizers
 _RULES: tuple[tuple[str, str, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]], ...] = (
     ("input_ids", f"be from 0 to {_NUM_IDS - 1}", lambda ids: (ids >= 0) & (ids < _NUM_IDS)),
     ("attention_mask", "be 0 or 1", lambda mask: mask == (mask != 0)),
@@ -40,10 +40,10 @@ _COPY_VERSIONS = "Copy ModelResponse.output_versions."
 
 
 class Columns:
-    """Keys that all trajectories of a workflow have, and their dimensions: those of its first one."""
+    """Requires all trajectories of a workflow to have the keys and dimensions of its first one."""
 
     def __init__(self) -> None:
-        self._first: dict[int, dict[str, tuple[int, ...]]] = {}  # by the id of a workflow that lives
+        self._first: dict[int, dict[str, tuple[int, ...]]] = {}  # by id of a live workflow
 
     def check(self, trajectory: TensorDict, workflow: object) -> None:
         columns = {key: (value.dim(), *value.shape[2:]) for key, value in trajectory.items()}
@@ -60,16 +60,16 @@ class Columns:
 
 
 def has_spread(trajectory: TensorDict) -> bool:
-    """Tell whether the rewards of a group differ: the filter of dynamic sampling (DAPO, arXiv:2503.14476)."""
+    """Return whether the rewards of a group differ: the filter of dynamic sampling (DAPO, arXiv:2503.14476)."""
     return bool((trajectory["rewards"] != trajectory["rewards"][0]).any())
 
 
 def check_trajectory(
     trajectory: object, head_version: int, newest_version: float = math.inf, *, needs_kept: bool = False
 ) -> TensorDict:
-    """Return the trajectory, or raise TrajectoryError with the key that breaks the contract.
+    """Return the trajectory; raise TrajectoryError with the key that breaks the contract.
 
-    `needs_kept`: it must have the ids that each token was sampled from, as a completion was narrowed.
+    `needs_kept` requires the kept set of each token, as top_p, top_k or min_p restricted a completion.
     """
     if not isinstance(trajectory, TensorDict):
         raise TrajectoryError(
@@ -136,7 +136,7 @@ def _check_numbers(trajectory: TensorDict) -> None:
 
 
 def _check_runs(trajectory: TensorDict) -> None:
-    """The rows of a run share its reward."""
+    """Require the rows of a run to share its reward."""
     if (samples_B := _array(trajectory, "sample_index")).dtype != np.int64:
         raise _broken("sample_index", "be int64", samples_B.dtype, _CONVERT)
     runs, rewards_B = runs_of(trajectory), _array(trajectory, "rewards")
@@ -146,7 +146,7 @@ def _check_runs(trajectory: TensorDict) -> None:
 
 
 def _check_images(trajectory: TensorDict) -> None:
-    """A row of `pixel_values` has the patches of all grids of `image_grid_thw` in turn."""
+    """Require each row of `pixel_values` to hold the patches of all grids of `image_grid_thw` in order."""
     if not (found := [key for key in KEYS if key in trajectory]):
         return
     if len(found) < len(KEYS) or [trajectory[key].ndim for key in KEYS] != [3, 3]:
@@ -160,7 +160,7 @@ def _check_images(trajectory: TensorDict) -> None:
 
 
 def _check_kept(trajectory: TensorDict) -> None:
-    """A row of `kept_ids` has `kept_counts` ids of each token in turn, the token itself among them."""
+    """Require each row of `kept_ids` to hold `kept_counts` ids per token in order, including the token itself."""
     keys = ("kept_ids", "kept_counts", "input_ids", "attention_mask")
     ids_BL, counts_BS, tokens_BS, mask_BS = (_array(trajectory, key) for key in keys)
     for key, values in (("kept_ids", ids_BL), ("kept_counts", counts_BS)):
@@ -199,7 +199,7 @@ def _broken(key: str, rule: str, got: object, advice: str) -> TrajectoryError:
 
 
 def _array(trajectory: TensorDict, key: str) -> np.ndarray[Any, Any]:
-    """Return a key as a numpy array: unlike torch, numpy keeps the GIL, which a busy process is slow to give back."""
+    """Return a key as a numpy array. Unlike torch, numpy keeps the GIL, which a busy process returns slowly."""
     try:
         return trajectory[key].numpy()
     except (TypeError, RuntimeError) as error:
@@ -215,18 +215,17 @@ def assemble_batch(trajectories: Sequence[TensorDict]) -> TensorDict:
 
 
 def split_batch(batch: TensorDict, num_shares: int, num_minibatches: int = 1) -> list[TensorDict]:
-    """Split a batch into shares, keeping groups whole and in order; a share may be empty, and is as wide as its longest
-    row.
+    """Split a batch into shares of whole groups in order; a share may be empty and is padded to its longest row.
 
-    Shares have about equal tokens of each minibatch, as ranks wait for each other in every optimizer step; a group is
-    in minibatch `group_index % num_minibatches`, as an actor says. Of groups with and without spread they have about
-    equal tokens each, as a step may leave the latter out.
+    Shares have about equal tokens in each minibatch, as ranks wait for each other in every optimizer step; a group is
+    in minibatch `group_index % num_minibatches`, as in the actor. Tokens of groups with and without spread are balanced
+    separately, as a step may skip the latter.
     """
     if num_shares == 1:
         return [batch]
     group_index, rewards_B = batch["group_index"], batch.get("rewards", torch.zeros(len(batch)))
     tokens = group_index.bincount(batch["attention_mask"].sum(1)).tolist()
-    one_G = rewards_B.new_zeros(len(tokens)).index_put_((group_index,), rewards_B)  # of any row of each
+    one_G = rewards_B.new_zeros(len(tokens)).index_put_((group_index,), rewards_B)  # reward of one row per group
     have_spread = set(group_index[rewards_B != one_G[group_index]].tolist())
     num_minibatches = min(num_minibatches, len(tokens))
     loads = [0] * num_shares
@@ -234,7 +233,9 @@ def split_batch(batch: TensorDict, num_shares: int, num_minibatches: int = 1) ->
     for first, is_live in itertools.product(range(num_minibatches), (True, False)):
         members = [group for group in range(first, len(tokens), num_minibatches) if (group in have_spread) == is_live]
         parts = [[members[i] for i in part] for part in split_balanced([tokens[g] for g in members], num_shares)]
-        parts.sort(key=lambda groups: -sum(tokens[g] for g in groups))  # the most to whom has the fewest so far
+        parts.sort(
+            key=lambda groups: -sum(tokens[g] for g in groups)
+        )  # the largest part to the share with the fewest tokens
         for share, groups in zip(sorted(range(num_shares), key=lambda share: loads[share]), parts):
             loads[share] += sum(tokens[g] for g in groups)
             shares[share] += groups

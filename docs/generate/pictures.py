@@ -68,13 +68,13 @@ def main() -> None:
     ASSETS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "run.html"
-        figure(rows).write_html(page)
+        figure(rows).write_html(page, config={"displayModeBar": False})
         screenshot(page.as_uri(), ASSETS / "run.png", width=1200, height=316)
     command = [sys.executable, "-m", "arealite.cli.main", "view", str(args.run)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as viewer:
         assert viewer.stdout is not None
         address = viewer.stdout.readline().strip()
-        screenshot(f"{address}#view=rows&row={args.row}", ASSETS / "viewer.png", width=1200, height=640)
+        screenshot(f"{address}&view=rows&row={args.row}", ASSETS / "viewer.png", width=1200, height=640)
         viewer.terminate()
 
 

@@ -1,9 +1,9 @@
-"""Whether a run lost or repeated a prompt, and whether it trains on all prompts alike or on the quick and short ones.
+"""Audits a run: lost and repeated prompts, and bias towards quick or short ones.
 
-The dataloader's cursor says which prompts the run was to train, `rollouts/step_<N>` which ones it did. A prompt
-is *lost* if it lies before the cursor, is in no such file, and the ledger does not call it rejected, failed or pending
-(`trained` explains nothing). It is *repeated* if it is in the files of two steps, or a row of it is twice in one.
-During a run, the batch handed out last can count as lost until its rollouts are written.
+The dataloader's cursor says which prompts the run had to train, `rollouts/step_<N>` which ones it trained. A prompt is
+*lost* if it lies before the cursor, is in no such file, and the ledger does not list it as rejected, failed or pending
+(`trained` explains nothing). It is *repeated* if it is in the files of two steps, or one of its rows is twice in one.
+During a run the newest batch can count as lost until its rollouts are written.
 """
 
 import itertools
@@ -39,7 +39,7 @@ class EndedPrompt:
 
 @dataclass(frozen=True)
 class Part:
-    """A tenth of the prompts that ended."""
+    """A tenth of the ended prompts."""
 
     low: float  # smallest value of the measure
     high: float  # largest value of the measure
@@ -50,7 +50,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Bias:
-    """How outcomes depend on one measure."""
+    """Dependence of outcomes on one measure."""
 
     measure: Measure
     unmeasured: int  # prompts without a value, which are in no part
@@ -61,9 +61,9 @@ class Bias:
 
 @dataclass(frozen=True)
 class Audit:
-    """What became of the prompts of a run."""
+    """Outcomes of the prompts of a run."""
 
-    issued: int  # tickets given out; the other counts come from the rows
+    issued: int  # tickets; the other counts come from the rows
     trained: int
     provisional: int  # trained, but in no published checkpoint: a resume would issue them again
     rejected: int
@@ -77,12 +77,12 @@ class Audit:
     cursor: dict[str, Any] | None
     lost_ids: list[str]
     repeated_ids: list[str]
-    notes: list[str] = field(default_factory=list)  # sentences that explain a number
+    notes: list[str] = field(default_factory=list)  # explanations of numbers
     bias: list[Bias] = field(default_factory=list)
 
     @property
     def adds_up(self) -> bool:
-        """Whether every prompt that was issued is in exactly one state."""
+        """Whether every issued prompt is in exactly one state."""
         return self.issued == self.trained + self.rejected + self.failed + self.pending
 
     @property
@@ -131,7 +131,7 @@ def audit(run_folder: str | os.PathLike[str]) -> Audit:
 
 
 def _read_trained(folder: Path) -> tuple[set[_Id], set[_Id]]:
-    """Return the prompts that a run's rollouts show as trained, and those of them that they show twice."""
+    """Return the prompts that the rollouts of a run contain, and those that they contain twice."""
     step_of: dict[str, int] = {}
     repeated = set()
     for step, path in numbered(folder, "step_").items():
@@ -149,12 +149,12 @@ def _parsed(name: str) -> _Id:
     return int(epoch), int(index)
 
 
-def _lost(cursor: Mapping[str, Any] | None, found: set[_Id]) -> tuple[set[_Id] | None, list[str]]:
-    """Return the prompts before the cursor that are not among the found ones; None, and why, if that is unknown."""
+def _lost(cursor: Mapping[str, Any] | None, explained: set[_Id]) -> tuple[set[_Id] | None, list[str]]:
+    """Return the prompts before the cursor that nothing explains; None and a note if the cursor is unknown."""
     if cursor is None:
         return None, ["lost is unknown: the ledger holds no cursor of a dataloader (one without state_dict has none)."]
     try:
-        return set(passed_prompts(cursor)) - found, []
+        return set(passed_prompts(cursor)) - explained, []
     except KeyError as error:
         return None, [f"lost is unknown: the dataloader's cursor has no {error}, so the prompts before it are unknown."]
 
@@ -170,10 +170,10 @@ def _ended(database: sqlite3.Connection) -> list[EndedPrompt]:
 
 
 def bias_of(ended: Sequence[EndedPrompt], *, by: Measure, num_parts: int = 10) -> Bias:
-    """Compare the trained share of the tenth of slowest (longest) prompts with that of the fastest (shortest).
+    """Compare the trained share of the slowest (longest) tenth of the prompts with that of the fastest (shortest).
 
     Standard error of p_high - p_low, with the pooled share p: sqrt(p (1 - p) (1 / n_high + 1 / n_low)). A difference
-    within two errors is what chance gives if dropping ignores the measure.
+    within two standard errors is consistent with chance.
     """
     measured = [(value, one) for one in ended if (value := getattr(one, by)) is not None]
     measured.sort(key=lambda pair: pair[0])

@@ -1,9 +1,9 @@
-"""The files of a run's rollouts: a Parquet file per batch, `rollouts/<name>/<K>.parquet`, with its rows in turn.
+"""The rollout files of a run: one Parquet file per batch, `rollouts/<name>/<K>.parquet`.
 
-Invariant: a file is whole or absent. A row has no padding; `sample` says which run of the group it belongs to, `row`
-and `num_rows` its place in the episode, `segments` the texts of what was given and sampled in turn; `more` has the keys
-beyond the usual ones. Rows of an episode that `rollout.stored_share` leaves out have no tokens and texts: prompts and
-rewards are always complete. Patches of images are left out, as they are a thousand times the size of all else.
+Invariant: a file is whole or absent. Rows have no padding. `sample` is the number of the run in its group, `row` and
+`num_rows` the place in the episode, `segments` the given and sampled texts in order, `more` has further keys.
+Episodes beyond `rollout.stored_share` lack tokens and texts; prompts and rewards are always complete. Image patches are
+not stored: they are a thousand times the size of all else.
 """
 
 import bisect
@@ -28,11 +28,11 @@ _ROWS_AT_ONCE = 64
 _FORMAT: dict[str, Any] = {
     "compression": "zstd",
     "use_dictionary": [*(f"{key}.list.element" for key in ("loss_mask", "versions")), "prompt_id", "server"],
-    # Bytes of equal weight side by side: 1.6 bytes per token id and 3.4 per logprob, where zstd alone has 1.9 and 4.4.
+    # Byte-stream split: 1.6 bytes per token id and 3.4 per logprob, against 1.9 and 4.4 with zstd alone.
     "use_byte_stream_split": [f"{key}.list.element" for key in ("input_ids", "logprobs", *PER_TOKEN_OF_UPDATE)],
     "write_page_checksum": True,
 }
-# Rows are read one by one too, each at the cost of decoding its group; smaller ones would cost more bytes.
+# Reading one row decodes its whole row group; smaller groups would take more bytes.
 _GROUP_ROWS, _GROUP_BYTES = 256, 2**22
 
 
@@ -53,20 +53,17 @@ def write_table(path: Path, table: pa.Table) -> None:
 
 
 def update_file(batch: Path) -> Path:
-    """Return the file of what an update computed for the rows of a batch."""
+    """Return the file of the update's numbers for the rows of a batch."""
     return batch.parent / "_update" / batch.name
 
 
 def batch_files(path: Path) -> dict[int, Path]:
-    """Return the files of the batches of a name, such as `rollouts/step_3`, by their number; none without a folder."""
+    """Return the batch files of a name, such as `rollouts/step_3`, by number; empty without a folder."""
     return numbered(path, "", ".parquet")
 
 
 def read_rows(path: Path, columns: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
-    """Read the rows of all batches of a name, in the order in which they were handed out; FileError names the file.
-
-    `columns` are all that is read of them, if any are given.
-    """
+    """Read the rows of all batches of a name in order, restricted to `columns` if given. FileError names the file."""
     for file in batch_files(path).values():
         yield from read_file(file, columns)
 
@@ -83,16 +80,16 @@ def read_file(path: Path, columns: Sequence[str] = ()) -> Iterator[dict[str, Any
 
 
 def read_columns(path: Path, columns: Sequence[str]) -> tuple[pa.Table, list[int]]:
-    """Read those of the columns that the file of a batch has; return also where each of its row groups ends.
+    """Read the columns that the file of a batch has; also return the end of each row group.
 
-    `more.name` is one of the further keys.
+    `more.name` names one of the further keys.
     """
     with _opened(path) as file:
         return file.read(columns=[*columns]), _group_ends(file)
 
 
 def read_group(path: Path, group: int, columns: Sequence[str]) -> pa.Table:
-    """Read those of the columns that there are, of one row group of a batch."""
+    """Read the existing columns of one row group of a batch."""
     with _opened(path) as file:
         return file.read_row_group(group, columns=[*columns])
 
@@ -105,8 +102,8 @@ def read_places(path: Path, group: int, places: Sequence[int]) -> list[dict[str,
 
 
 def read_update(batch: Path, rows: Sequence[int]) -> list[dict[str, Any]]:
-    """Read what an update computed for some rows of a batch, by their places in it; without an update it is nothing."""
-    path, found = update_file(batch), list[dict[str, Any]]()
+    """Read the update's numbers for rows of a batch, by their places; empty dicts without an update."""
+    path, numbers = update_file(batch), list[dict[str, Any]]()
     if not path.exists():
         return [{}] * len(rows)
     with _opened(path) as file:
@@ -114,17 +111,17 @@ def read_update(batch: Path, rows: Sequence[int]) -> list[dict[str, Any]]:
         groups = (bisect.bisect_right(ends, row) for row in rows)
         for group, same in itertools.groupby(zip(groups, rows), key=lambda pair: pair[0]):
             table, start = file.read_row_group(group), ends[group] - file.metadata.row_group(group).num_rows
-            found += [table.slice(row - start, 1).to_pylist()[0] for _, row in same]
-    return found
+            numbers += [table.slice(row - start, 1).to_pylist()[0] for _, row in same]
+    return numbers
 
 
 def _group_ends(file: pq.ParquetFile) -> list[int]:
-    """Return where each row group ends."""
+    """Return the end of each row group."""
     return [*itertools.accumulate(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))]
 
 
 def metadata_of(path: Path) -> dict[bytes, bytes]:
-    """Return what was noted in the tables of a batch."""
+    """Return the metadata of a batch's table."""
     with _opened(path) as file:
         return dict(file.schema_arrow.metadata or {})
 
@@ -136,7 +133,7 @@ def _opened(path: Path) -> Iterator[pq.ParquetFile]:
 
 
 def _filled(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with the columns that its file lacks, and without what is not in its segments."""
+    """Add missing columns as None, and drop the null half of each segment."""
     row = dict.fromkeys(_OPTIONAL) | row | {"more": row.get("more") or {}}
     if row["segments"] is not None:
         row["segments"] = [{kind: text for kind, text in one.items() if text is not None} for one in row["segments"]]

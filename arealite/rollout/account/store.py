@@ -1,7 +1,7 @@
-"""The rollouts of a run on disk: written by a thread as they are handed out, and handed out again by a replay.
+"""The rollouts of a run on disk: a thread writes each batch, and a replay reads it back.
 
-Invariants: a write that failed raises at the next call, so a run never continues without its record; a batch is read
-back bit for bit, with zeros as padding to its longest row.
+Invariants: a failed write raises at the next call, so a run never continues without its record; a batch is read back
+bit for bit, padded with zeros to its longest row.
 """
 
 import copy
@@ -32,27 +32,29 @@ from arealite.rollout.trajectory import assemble_batch
 from arealite.utils.files import reading, writing
 from arealite.utils.tensors import concat_padded_tensors, real_entries
 
-_FLUSH_S = 120.0  # deadline for writing what is queued
+_FLUSH_S = 120.0  # deadline for queued writes
 _NOT_STORED = "pixel_values"
 _SEGMENTS = pa.list_(pa.struct([("given", pa.string()), ("sampled", pa.string())]))
-_DTYPES = b"torch_dtypes"  # of the columns, in the metadata: Arrow has no bfloat16
+_DTYPES = b"torch_dtypes"  # dtypes of the columns, in the metadata: Arrow has no bfloat16
 _NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
 
 
 class RolloutStore:
-    """Writes accepted episodes to `<run folder>/rollouts`; with `folder` None it drops them.
+    """Writes accepted episodes to `<run folder>/rollouts`; with `folder` None nothing is written.
 
-    Of training batches it stores the tokens and texts of a `stored_share` of the episodes, chosen by their prompts.
+    Training batches keep tokens and texts of a `stored_share` of their episodes, chosen by prompt.
     """
 
     def __init__(self, folder: Path | None, stored_share: float = 1.0) -> None:
         self.folder = folder
         self._stored_share = stored_share
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="arealite-store")
-        self._last: Future[None] = Future()  # of what was queued last
+        self._last: Future[None] = Future()  # of the newest write
         self._last.set_result(None)
         self._num_batches: dict[Path, int] = {}
-        self._trained: tuple[Path, list[bool]] | None = None  # last training batch: which episodes are stored whole
+        self._trained: tuple[Path, list[bool]] | None = (
+            None  # newest training batch, and whether each episode is stored whole
+        )
         self._tokenizers: dict[int, tuple[Any, Any]] = {}
 
     def append(self, name: str, episodes: Sequence[Episode], trained_step: int | None) -> None:
@@ -65,14 +67,14 @@ class RolloutStore:
             self._last = self._thread.submit(self._write, path, list(episodes), trained_step, self._last)
 
     def append_update(self, updates: Sequence[Update]) -> None:
-        """Queue what all ranks computed for the last training batch and return at once."""
+        """Queue the update's numbers per token for the newest training batch and return at once."""
         self.check()
         if self._trained is not None:
             path, is_whole = self._trained
             self._last = self._thread.submit(self._write_update, path, updates, is_whole, self._last)
 
     def flush(self) -> None:
-        """Wait until everything is written, and raise what went wrong."""
+        """Wait until everything is written; raise the error of a failed write."""
         try:
             self._last.result(_FLUSH_S)
         except TimeoutError as error:
@@ -82,7 +84,7 @@ class RolloutStore:
             ) from error
 
     def trim(self, version: int) -> None:
-        """Remove the files of this version and later ones, which an earlier process left."""
+        """Remove the files of this and later versions, left by an earlier process."""
         for prefix in ("step_", "eval_step_"):
             for number, path in numbered(self.folder, prefix).items() if self.folder is not None else ():
                 if number >= version:
@@ -99,7 +101,7 @@ class RolloutStore:
             self._thread.shutdown(wait=self._last.done())
 
     def _write(self, path: Path, episodes: list[Episode], step: int | None, previous: Future[None]) -> None:
-        previous.result()  # nothing follows what could not be written
+        previous.result()  # a failed write fails all later ones
         if path not in self._num_batches:
             self._num_batches[path] = max(batch_files(path), default=-1) + 1
         batch = self._num_batches[path]
@@ -116,7 +118,7 @@ class RolloutStore:
             write_update(batch, updates, is_whole)
 
     def _tables(self, episodes: list[Episode], step: int | None) -> list[pa.Table]:
-        """Return the rows of a batch: one table of all episodes in turn whose tensors have the same dtypes."""
+        """Return the rows of a batch: a table per run of episodes with equal dtypes."""
         share = 1.0 if step is None else self._stored_share
         tables = []
         for kind, alike in itertools.groupby(episodes, _kind):
@@ -129,21 +131,24 @@ class RolloutStore:
         return tables
 
     def _tokenizer_of(self, workflow: object) -> Any:
-        """Return a copy of the workflow's tokenizer for this thread: a tokenizer must not serve two."""
+        """Return a copy of the workflow's tokenizer for this thread: tokenizers are not thread-safe."""
         original = getattr(workflow, "tokenizer", None)
         if original is None:
             return None
         if id(original) not in self._tokenizers:
-            self._tokenizers[id(original)] = (original, copy.deepcopy(original))  # kept, so that its id stays its own
+            self._tokenizers[id(original)] = (
+                original,
+                copy.deepcopy(original),
+            )  # kept alive, so that its id is not reused
         return self._tokenizers[id(original)][1]
 
 
 def table_of(
     episodes: Sequence[Episode], trajectories: Sequence[TensorDict], tokenizers: Sequence[Any], stored_share: float
 ) -> pa.Table:
-    """Return the rows of episodes without what is known when they are written; `read_batches` inverts it.
+    """Return the rows of episodes as a table, without the columns added at writing; `read_batches` inverts it.
 
-    Their trajectories have the same keys and dtypes.
+    Their trajectories must have the same keys and dtypes.
     """
     sizes = [one.batch_size[0] for one in trajectories]
 
@@ -168,7 +173,7 @@ def table_of(
     stored = {"segments": pa.array(texts, _SEGMENTS)} | {key: rows[key] for key in PER_TOKEN}
     if more := sorted(rows.keys() - {*PER_TOKEN, "rewards"}):
         stored["more"] = pa.StructArray.from_arrays([rows[key] for key in more], more)
-    if not all(is_whole):  # rows that are not stored have no values, but the types of those that are
+    if not all(is_whole):  # rows that are not stored are null, with the types of the others
         ranks = itertools.count()
         taken = pa.array([next(ranks) if is_stored else None for is_stored in is_whole], pa.int64())
         stored = {name: array.take(taken) for name, array in stored.items()}
@@ -176,24 +181,23 @@ def table_of(
 
 
 def _dtypes(trajectory: TensorDict) -> dict[str, str]:
-    """Return the names of the dtypes of what is stored, by key."""
+    """Return the dtype names of the stored keys."""
     tensors = sorted((key, tensor) for key, tensor in trajectory.items() if key != _NOT_STORED)
     return {key: str(tensor.dtype).removeprefix("torch.") for key, tensor in tensors}
 
 
 def _kind(one: Episode) -> dict[str, str] | None:
-    """Return what episodes of one table have in common; None for one that has a table of its own."""
+    """Return the dtypes of an episode's rows; None if another process has built its table."""
     return None if one.table is not None else _dtypes(one.trajectory)
 
 
 def _is_whole(prompt_id: str, stored_share: float) -> bool:
-    """Tell whether tokens and texts of a prompt's episodes are stored."""
+    """Return whether tokens and texts of a prompt's episodes are stored."""
     return zlib.crc32(prompt_id.encode()) < stored_share * 2**32
 
 
 def _promoted(tables: list[pa.Table]) -> list[pa.Table]:
-    """Return the tables of a batch with the dtypes that its tensors have together, as a score may be 1 here and 0.5
-    there."""
+    """Cast the tables of a batch to common dtypes: a score may be the int 1 in one and 0.5 in another."""
     each = [json.loads(table.schema.metadata[_DTYPES]) for table in tables]
     if all(one == each[0] for one in each):
         return tables
@@ -213,7 +217,7 @@ def _promoted(tables: list[pa.Table]) -> list[pa.Table]:
 
 
 def _with_leaf(type_: pa.DataType, dtype: torch.dtype) -> pa.DataType:
-    """Return a type whose numbers have a dtype, or float32 for a half."""
+    """Replace the number type inside a list type by a dtype; halves become float32."""
     if pa.types.is_list(type_):
         return pa.list_(type_.value_field.with_type(_with_leaf(type_.value_type, dtype)))
     is_half = dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
@@ -221,7 +225,7 @@ def _with_leaf(type_: pa.DataType, dtype: torch.dtype) -> pa.DataType:
 
 
 class Replay:
-    """Takes the executor's place on rank 0: returns the run's batches of the engine's version in their order."""
+    """Replaces the executor on rank 0: returns the stored batches of the engine's version in order."""
 
     def __init__(self, folder: str, engine: InferenceEngine) -> None:
         self._folder = RunFolder(folder).rollouts
@@ -229,7 +233,7 @@ class Replay:
         self._left: dict[Path, deque[TensorDict]] = {}
 
     def submit(self, row: Row, workflow: RolloutWorkflow) -> None:
-        """Start nothing: what became of the episode is stored."""
+        """Do nothing: the episode is stored."""
 
     def wait(self, count: int, timeout: float | None = None, should_accept: ShouldAccept | None = None) -> TensorDict:
         return self._next("step")
@@ -256,7 +260,7 @@ class Replay:
 
 
 def read_batches(path: Path) -> list[TensorDict]:
-    """Return the batches of a name in the order in which they were handed out."""
+    """Return the batches of a name in the order in which they were written."""
     return [_read_batch(file) for file in batch_files(path).values()]
 
 
@@ -289,7 +293,7 @@ def _trajectory(row: Mapping[str, Any], dtypes: Mapping[str, str]) -> TensorDict
 
 
 def _array(tensor: torch.Tensor, real: torch.Tensor | None) -> pa.Array:
-    """Return `[B, ...]` as one entry per row, without what the mask `real [B, L]` calls padding."""
+    """Return `[B, ...]` as one entry per row, without the padding outside of the mask `real [B, L]`."""
     values = tensor if real is None else tensor[real]
     is_known = not values.is_floating_point() or values.dtype in _NUMPY_FLOATS
     array = pa.array((values if is_known else values.float()).reshape(-1).numpy())
@@ -303,17 +307,19 @@ def _lists(lengths: np.ndarray[Any, Any], values: pa.Array) -> pa.Array:
 
 
 def _segments(tokenizers: Iterable[Any], rows: Mapping[str, pa.Array]) -> list[list[dict[str, str]] | None]:
-    """Return the texts of each row, in turn what was given and what was sampled."""
-    found: list[list[dict[str, str]] | None] = []
+    """Return the texts of each row, alternating between given and sampled."""
+    rows_of_segments: list[list[dict[str, str]] | None] = []
     for tokenizer, tokens, loss_mask in zip(tokenizers, rows["input_ids"], rows["loss_mask"], strict=True):
         if tokenizer is None:
-            found.append(None)
+            rows_of_segments.append(None)
             continue
         segments, start, ids = [], 0, tokens.as_py()
         for is_sampled, run in itertools.groupby(map(bool, loss_mask.as_py())):
             end = start + len(list(run))
-            text = tokenizer.decode(ids[start:end]).encode(errors="replace").decode()  # no half characters
+            text = (
+                tokenizer.decode(ids[start:end]).encode(errors="replace").decode()
+            )  # a lone surrogate can't be stored
             segments.append({"sampled" if is_sampled else "given": text})
             start = end
-        found.append(segments)
-    return found
+        rows_of_segments.append(segments)
+    return rows_of_segments

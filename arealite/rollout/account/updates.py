@@ -1,8 +1,8 @@
-"""What an update computed per token of its batch, stored beside the batch as `rollouts/step_<N>/_update/<K>.parquet`.
+"""Numbers per token of an update, stored beside its batch as `rollouts/step_<N>/_update/<K>.parquet`.
 
-Invariant: row i is about row i of `<K>.parquet`, and null where that has no tokens. Numbers are stored with the 10 bits
-of mantissa that half precision has, and the range of float32. Tools that read the folder of a step as one data set
-ignore what begins with `_`.
+Invariant: row i belongs to row i of `<K>.parquet` and is null where that has no tokens. Numbers keep 10 bits of
+mantissa, as half precision, and the range of float32. Tools that read the folder of a step as one data set ignore names
+that begin with `_`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,12 +18,12 @@ from tensordict import TensorDict
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.rollout.account.rollout_file import update_file, write_table
 
-_LOST_BITS = 13  # of float32's mantissa: what is left compresses to about half
+_LOST_BITS = 13  # of float32's mantissa: the rest compresses to about half
 
 
 @dataclass(frozen=True)
 class Update:
-    """What one rank computed: per row its group and its length, and per token the numbers, without padding."""
+    """One rank's part: group and length per row, and numbers per token without padding."""
 
     groups: list[int]
     lengths: list[int]
@@ -31,20 +31,20 @@ class Update:
 
 
 KEYS = ("attention_mask", "loss_mask", "group_index", "advantages", "logprobs", "proximal_logprobs")
-"""What `update_of` reads of a batch, as far as it is there."""
+"""Keys of a batch that `update_of` reads if present."""
 
 
 def is_stored(config: InferenceEngineConfig) -> bool:
-    """Tell whether a run stores what its updates compute."""
+    """Return whether a run stores numbers of its updates."""
     return bool(config.fileroot) and config.stored_share > 0 and not config.replay_from
 
 
 def update_of(actor: Any, batch: TensorDict) -> Update | None:
-    """Return what is to be stored of this rank's share of a batch; None where nothing is, on all ranks alike.
+    """Return the numbers to store of this rank's share of a batch; None, on all ranks alike, if there are none.
 
-    That are `advantages`, `logprob_gap` (the trainer's logprob minus the server's, before the update) and `log_ratio`
-    (in the update minus before it), as far as they were computed; nan where they were not. `per_token` of a policy are
-    those of its update, which leaves out what teaches nothing, for all real tokens in turn.
+    These are `advantages`, `logprob_gap` (the trainer's logprob minus the server's, before the update) and `log_ratio`
+    (the logprob in the update minus that before), as far as they were computed; nan elsewhere. `actor.per_token` holds
+    the numbers of the update for all real tokens; the update skips tokens without advantage.
     """
     per_token: Mapping[str, torch.Tensor] = getattr(actor, "per_token", {})
     if not {"advantages", "group_index"} <= set(batch.keys()):
@@ -62,7 +62,7 @@ def update_of(actor: Any, batch: TensorDict) -> Update | None:
 
 
 def updates_of(actor: Any, batch: Any, gather: Callable[[Update], list[Update]]) -> list[Update]:
-    """Return what all ranks computed of their shares of a batch, on rank 0 (collective), or all workers of a master."""
+    """Return the updates of all ranks' shares of a batch on rank 0 (collective), or of all workers on a master."""
     if not isinstance(batch, TensorDict):
         return cast("list[Update]", actor.updates_of(batch))
     update = update_of(actor, batch)
@@ -70,12 +70,12 @@ def updates_of(actor: Any, batch: Any, gather: Callable[[Update], list[Update]])
 
 
 def write_update(batch: Path, updates: Sequence[Update], is_whole: Sequence[bool]) -> None:
-    """Write what the ranks computed for a stored batch; `is_whole` tells which of its groups have tokens there."""
+    """Write the ranks' updates for a stored batch; `is_whole` says which of its groups are stored with tokens."""
     rows = [row for update in updates for row in _rows(update)]
     rows.sort(key=lambda row: row[0])  # ranks have whole groups, in order
     names = sorted({key for _, numbers in rows for key in numbers})
-    found = {key: [numbers.get(key) if is_whole[group] else None for group, numbers in rows] for key in names}
-    arrays = {key: pa.array(values, pa.list_(pa.float32())) for key, values in found.items()}
+    columns = {key: [numbers.get(key) if is_whole[group] else None for group, numbers in rows] for key in names}
+    arrays = {key: pa.array(values, pa.list_(pa.float32())) for key, values in columns.items()}
     write_table(update_file(batch), pa.table(arrays))
 
 
