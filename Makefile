@@ -13,7 +13,7 @@ PIP          = $(VENV)/bin/python -m pip install --disable-pip-version-check $(i
 # Bytecode is kept, also where the environment forbids it: a run of the tests imports the package a hundred times.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-examples test-install test-benchmarks test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-hostile test-agents test-options test-sandbox test-view test-mistakes test-core test-core-faults test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime benchmark-core benchmark-agents benchmark-algorithms benchmark-data benchmark-logprobs benchmark-async benchmark-step benchmark-original benchmark-packing benchmark-weights benchmark-memory benchmark-gpu lint format docs clean
+.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-examples test-install test-benchmarks test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-hostile test-agents test-options test-sandbox test-view pictures test-mistakes test-core test-core-faults test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime benchmark-core benchmark-agents benchmark-algorithms benchmark-data benchmark-logprobs benchmark-async benchmark-step benchmark-original benchmark-packing benchmark-weights benchmark-memory benchmark-gpu lint format docs clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -145,6 +145,13 @@ test-view: $(VENV)/.installed-dev            ## use the viewer's page in a real 
 	@command -v chromium-browser > /dev/null || sh tests/install.sh chromium:chromium
 	$(PIP) --quiet --upgrade --target $(VENV)-playwright playwright
 	PYTHONPATH=$(VENV)-playwright $(VENV)/bin/python -m pytest -q -m slow tests/viewer $(ARGS)
+
+pictures: $(VENV)/.installed            ## train the quickstart and take the pictures of the README from it (5 minutes; installs chromium and playwright as test-view)
+	@command -v chromium > /dev/null || sh tests/install.sh chromium:chromium
+	$(PIP) --quiet --upgrade --target $(VENV)-playwright playwright
+	rm -rf runs/pictures
+	$(VENV)/bin/arealite quickstart cluster.fileroot=runs/pictures trial_name=run evaluator.freq_steps=2
+	PYTHONPATH=.:$(VENV)-playwright $(VENV)/bin/python docs/generate/pictures.py runs/pictures/quickstart/run
 
 test-mistakes: $(VENV)/.installed            ## make the mistakes that users make, and hold what they see to kept sentences (3 minutes)
 	PYTHONPATH=tests $(VENV)/bin/python -m mistakes $(ARGS)

@@ -1,6 +1,6 @@
 """The pictures of the README, made from a real run: `make pictures` trains the quickstart and takes them.
 
-`docs/assets/run.png` plots its metrics, `docs/assets/viewer.png` is a screenshot of `arealite view`, both by Chromium.
+`docs/assets/run.png` plots its metrics, `docs/assets/viewer.png` is a screenshot of `arealite view`.
 """
 
 import argparse
@@ -9,17 +9,20 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import plotly.graph_objects as go
+from PIL import Image
+from playwright.sync_api import sync_playwright
 from plotly.subplots import make_subplots
 
 from arealite.api.run_folder import RunFolder
+from arealite.viewer.runs import RunView
 
 ASSETS = Path(__file__).parents[1] / "assets"
-MAX_BYTES = 150_000
-SETTLE_MS = 20_000  # of the page's own clock, which Chromium advances while nothing is loading
+MAX_BYTES = 150_000  # GitHub shows the README at once
 PANELS = (  # title, and the metrics drawn in it: name in the legend, key, colour
     ("held-out accuracy", [("accuracy", "eval/accuracy", "#3f51b5")]),
     ("tokens of a completion", [("tokens", "rollout/completion_tokens", "#00897b")]),
@@ -45,24 +48,47 @@ def figure(rows: list[dict[str, Any]]) -> go.Figure:
     return plot
 
 
-def screenshot(address: str, picture: Path, *, width: int, height: int) -> None:
-    """Save what Chromium shows of a page, in at most `MAX_BYTES`. Raises SystemExit without Chromium."""
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    if chromium is None:
-        raise SystemExit("Chromium must be installed: got none. apt-get install chromium")
-    with tempfile.TemporaryDirectory() as profile:
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}"]
-        options += [f"--screenshot={picture}", f"--window-size={width},{height}", f"--virtual-time-budget={SETTLE_MS}"]
-        subprocess.run([chromium, *options, address], check=True, capture_output=True, timeout=120)
+def screenshot(
+    address: str, picture: Path, *, width: int, height: int, prepare: Callable[[Any], None] | None = None
+) -> None:
+    """Save a page as Chromium shows it, in at most `MAX_BYTES`; `prepare` acts on it first as a user would."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": width, "height": height})
+        page.goto(address, wait_until="networkidle")
+        if prepare is not None:
+            prepare(page)
+        page.screenshot(path=picture)
+        browser.close()
+    Image.open(picture).quantize(128).save(picture, optimize=True)
     if (size := picture.stat().st_size) > MAX_BYTES:
         raise SystemExit(f"{picture} must have at most {MAX_BYTES} bytes: got {size}. Make its window smaller.")
+
+
+def colour_tokens(page: Any) -> None:
+    """Show the tokens of the open trajectory, coloured by their probability to the server."""
+    page.get_by_role("button", name="Tokens", exact=True).click()
+    page.get_by_label("Colour").select_option("logprobs")
+    page.wait_for_load_state("networkidle")
+
+
+def first_row(run: Path, step: int) -> int:
+    """Return the viewer's number of the first trajectory of a training step."""
+    view, start = RunView(run), 0
+    while not (rows := view.rows(-1, 0))["is_complete"]:
+        pass
+    for name, count in rows["names"]:
+        if name == f"step_{step}":
+            return start
+        start += count
+    raise SystemExit(f"{run} must have trajectories of step {step}: got none. Train longer.")
 
 
 def main() -> None:
     """Take both pictures of a run that has ended."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path, help="folder of a run of the quickstart")
-    parser.add_argument("--row", type=int, required=True, help="number of the trajectory that the viewer opens")
+    parser.add_argument("--step", type=int, default=8, help="training step whose first trajectory the viewer opens")
     args = parser.parse_args()
     rows = [json.loads(line) for line in RunFolder(args.run).metrics.read_text().splitlines()]
     ASSETS.mkdir(exist_ok=True)
@@ -73,8 +99,8 @@ def main() -> None:
     command = [sys.executable, "-m", "arealite.cli.main", "view", str(args.run)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as viewer:
         assert viewer.stdout is not None
-        address = viewer.stdout.readline().strip()
-        screenshot(f"{address}&view=rows&row={args.row}", ASSETS / "viewer.png", width=1200, height=640)
+        address = f"{viewer.stdout.readline().strip()}&view=rows&row={first_row(args.run, args.step)}"
+        screenshot(address, ASSETS / "viewer.png", width=1200, height=800, prepare=colour_tokens)
         viewer.terminate()
 
 
