@@ -20,7 +20,7 @@ def test_only_workers_of_our_own_and_those_of_ray_are_sent_pickles() -> None:
                 names.append(node.module or "")
             if {name.partition(".")[0] for name in names} & EXECUTING or "multiprocessing.connection" in names:
                 using.add(str(file.relative_to(PACKAGE).parent))
-    assert using == {"reward", "workflow", "core"}
+    assert using == {"utils", "core"}
 
 
 def test_models_bring_no_code() -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from arealite.api.cli_args import BaseExperimentConfig, DatasetConfig
 from arealite.dataset.mixture import Mixture, names_of, other_sources, weights_of
-from arealite.dataset.prepare import Tools, prepare
+from arealite.dataset.prepare import Tools, prepare_rows
 from arealite.dataset.rows import ListRows, Row, Rows
 from arealite.dataset.sources import MissingSplitError, is_one_file, read_rows
 
@@ -55,7 +55,7 @@ def get_custom_dataset(
     if columns.keys() & {"mixed_with", "weight"}:
         raise ValueError("get_custom_dataset must get one source: got mixed_with or weight. Use load_datasets(config).")
     config = DatasetConfig(path=path, type=type, max_length=max_length, max_rows=max_rows, **columns)
-    rows = prepare(read_rows(config, split or "train", seed), config, Tools(tokenizer, processor))
+    rows = prepare_rows(read_rows(config, split or "train", seed), config, Tools(tokenizer, processor))
     if type == "rl" or world_size == 1:
         return rows
     share = len(rows) // world_size
@@ -74,7 +74,7 @@ def load_datasets(
     if tokenizer.chat_template is None:
         logger.warning("the tokenizer has no chat template: prompts are plain texts, without roles.")
     if not train.path and valid is not None:
-        return Rows(ListRows([])), prepare(_read_whole(valid, config.seed), valid, tools)
+        return Rows(ListRows([])), prepare_rows(_read_whole(valid, config.seed), valid, tools)
     rows, held_out, first_held_out = read_rows(train, train.split or "train", config.seed), None, 0
     if valid is not None:
         is_file = is_one_file(valid.path)
@@ -98,9 +98,9 @@ def load_datasets(
             rows, held_out = rows[:-num], rows[-num:]
             first_held_out = len(rows)
     others = [(read_rows(one, one.split or "train", config.seed), one) for one in other_sources(train)]
-    parts = [prepare(rows, source, tools) for rows, source in ((rows, train), *others)]
+    parts = [prepare_rows(rows, source, tools) for rows, source in ((rows, train), *others)]
     train_rows = Mixture(parts, weights_of(train), config.seed, names_of(train)) if others else parts[0]
-    return train_rows, held_out and prepare(held_out, valid or train, tools, first_held_out)
+    return train_rows, held_out and prepare_rows(held_out, valid or train, tools, first_held_out)
 
 
 def _read_whole(config: DatasetConfig, seed: int) -> Rows:

@@ -7,7 +7,7 @@ from a saved cursor yields exactly what the original would have, and the cursor 
 import functools
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import PromptId
 from arealite.dataset.mixture import Mixture
-from arealite.dataset.rows import Checksum
+from arealite.dataset.rows import checksum_of, digest_of_row
 from arealite.utils.data_order import length_of_epoch, order_of_epoch
 from arealite.utils.images import decode_image, process_images
 from arealite.utils.tensors import split_balanced
@@ -117,14 +117,13 @@ class PromptLoader:
 
     @functools.cached_property
     def _checksum(self) -> int:
-        """Of all rows; counted here if whoever made the data set has not."""
+        """Checksum of all rows, which is computed here for data sets that do not have it."""
         if (known := getattr(self.dataset, "checksum", None)) is not None:
             return int(known)
-        checksum, with_format = Checksum(), getattr(self.dataset, "with_format", None)
-        stored: Any = self.dataset if with_format is None else with_format("arrow")  # decodes and transforms nothing
-        for index in range(len(self.dataset)):
-            checksum.update(stored[index] if with_format is None else stored[index].to_pylist()[0])
-        return checksum.value
+        rows: Iterable[Any] = (self.dataset[index] for index in range(len(self.dataset)))
+        if with_format := getattr(self.dataset, "with_format", None):  # of `datasets`: decode and transform nothing
+            rows = (row.to_pylist()[0] for row in with_format("arrow"))
+        return checksum_of(np.fromiter(map(digest_of_row, rows), np.int64))
 
     def _move_to(self, epoch: int, position: int) -> None:
         self._epoch, self._position = epoch, position

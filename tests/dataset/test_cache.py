@@ -1,11 +1,9 @@
 """Rows are prepared once by one process, whole or not at all, and again when anything that makes them changes."""
 
-import contextlib
 import json
 import os
-import subprocess
-import sys
-from collections.abc import Iterator
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,8 @@ import pytest
 from testing_quickstart import make_tiny_model
 
 from arealite.chat.template import demonstration
-from arealite.dataset import cache, get_custom_dataset
-from arealite.dataset.cache import made_once
+from arealite.dataset import get_custom_dataset, prepare
 from arealite.dataset.loader import PromptLoader
-from arealite.utils.files import file_lock
 from arealite.utils.hf import load_hf_tokenizer
 
 
@@ -39,7 +35,7 @@ def write(path: Path, *, answer: str = "2", rows: int = 5) -> str:
 
 
 def made(folder: Path) -> int:
-    return sum(path.is_dir() for path in folder.iterdir())
+    return len([*folder.glob("generator/*/*/dataset_info.json")])
 
 
 @pytest.mark.parametrize("kind", ["sft", "rl", "dpo"])
@@ -92,112 +88,54 @@ def test_rows_that_can_not_be_told_apart_are_made_by_everybody(tmp_path: Path, f
         assert sum(rows[0]["loss_mask"]) == 2 and made(folder) == 0
 
 
-PROGRAM = """
-import sys, time
-from pathlib import Path
-from arealite.dataset.cache import made_once
+def test_one_of_those_that_share_the_cache_makes_what_the_others_wait_for(
+    tmp_path: Path, folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, entries, calls = write(tmp_path / "rows.jsonl"), prepare._Preparation.entries, []
 
-def make(folder):
-    (folder / "rows").write_text("half")
-    print("making", flush=True)
-    sys.stdin.readline()
-    (folder / "rows").write_text("whole")
+    def counted(self: Any) -> Any:
+        calls.append(self)
+        time.sleep(0.2)  # so that the others come meanwhile; the result does not depend on it
+        return entries(self)
 
-print(made_once("key", make, lambda folder: (folder / "rows").read_text()), flush=True)
-"""
-
-
-def start(folder: Path) -> "subprocess.Popen[str]":
-    env = os.environ | {"HF_DATASETS_CACHE": str(folder.parent)}
-    command = [sys.executable, "-c", PROGRAM]
-    return subprocess.Popen(command, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    monkeypatch.setattr(prepare._Preparation, "entries", counted)
+    with ThreadPoolExecutor(3) as threads:
+        tokenizers = [load_hf_tokenizer(model) for _ in range(3)]
+        loaded = [*threads.map(lambda one: get_custom_dataset(path, type="sft", tokenizer=one), tokenizers)]
+    assert len(calls) == 1 and {rows.checksum for rows in loaded} == {loaded[0].checksum}
 
 
-def read(folder: Path) -> str:
-    return (folder / "rows").read_text()
+def test_what_a_killed_process_left_is_not_used(tmp_path: Path, folder: Path, model: Path) -> None:
+    path, tokenizer = write(tmp_path / "rows.jsonl"), load_hf_tokenizer(model)
+    rows = [*get_custom_dataset(path, type="sft", tokenizer=tokenizer)]
+    (finished,) = (path.parent for path in folder.glob("generator/*/*/dataset_info.json"))
+    unfinished = finished.rename(f"{finished}.incomplete")
+    os.truncate(next(unfinished.glob("*.arrow")), 100)
+    assert [*get_custom_dataset(path, type="sft", tokenizer=tokenizer)] == rows
 
 
-def test_one_process_makes_what_the_others_wait_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    process, looks = start(folder), []
-    assert process.stdout is not None and process.stdout.readline() == "making\n"
-
-    @contextlib.contextmanager
-    def looking(path: Path, *, timeout_s: float) -> Iterator[None]:
-        """Let the maker get on once the other has seen that it must wait."""
-        try:
-            with file_lock(path, timeout_s=timeout_s):
-                yield
-        except TimeoutError:
-            looks.append(path)
-            if len(looks) == 1:
-                process.stdin.write("go\n")  # type: ignore[union-attr]
-                process.stdin.flush()  # type: ignore[union-attr]
-            raise
-
-    monkeypatch.setattr(cache, "file_lock", looking)
-    monkeypatch.setattr(cache, "_LOOK_S", 0.1)
-    assert made_once("key", pytest.fail, read) == "whole" and looks
-    assert process.communicate(timeout=120)[0] == "whole\n"
+def test_a_failure_is_not_remembered(tmp_path: Path, folder: Path, model: Path) -> None:
+    path, tokenizer = write(tmp_path / "rows.jsonl"), load_hf_tokenizer(model)
+    with pytest.raises(ValueError, match="max_length must leave some rows: got 1"):
+        get_custom_dataset(path, type="sft", tokenizer=tokenizer, max_length=1)
+    (tmp_path / "rows.jsonl").write_text('{"question": "?"}\n')
+    with pytest.raises(ValueError, match="must have the column answer: got question in row 0"):
+        get_custom_dataset(path, type="sft", tokenizer=tokenizer)
+    assert made(folder) == 0
 
 
-def test_what_a_killed_process_left_is_not_used(folder: Path) -> None:
-    process = start(folder)
-    assert process.stdout is not None and process.stdout.readline() == "making\n"
-    process.kill()
-    process.communicate(timeout=60)
-    assert (folder / "key.unfinished" / "rows").read_text() == "half"
-
-    def fill(one: Path) -> None:
-        (one / "rows").write_text("new")
-
-    assert made_once("key", fill, read) == "new"
-    assert sorted(path.name for path in folder.iterdir()) == ["key", "key.lock"]
-
-
-def test_a_failure_leaves_nothing_and_is_not_remembered(folder: Path) -> None:
-    def fail(one: Path) -> None:
-        (one / "rows").write_text("half")
-        raise ValueError("a wrong row")
-
-    with pytest.raises(ValueError, match="a wrong row"):
-        made_once("key", fail, read)
-    assert [path.name for path in folder.iterdir()] == ["key.lock"]
-
-
-def test_a_process_that_gets_no_further_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "PATIENCE_S", 0.1)
-    monkeypatch.setattr(cache, "_LOOK_S", 0.06)
-    folder.mkdir(parents=True)
-    with (
-        file_lock(folder / "key.lock", timeout_s=1),
-        pytest.raises(TimeoutError, match=rf"prepared without a pause of 0\.1 s: got process {os.getpid()} on "),
-    ):
-        made_once("key", pytest.fail, read)
-
-
-def test_a_cache_that_can_not_be_written_is_named(folder: Path) -> None:
+def test_a_cache_that_can_not_be_written_is_named(tmp_path: Path, folder: Path, model: Path) -> None:
     folder.parent.mkdir()
     folder.write_text("a file")
     with pytest.raises(OSError, match=r"cache/arealite must be a folder that can be written .* Set HF_DATASETS_CACHE"):
-        made_once("key", pytest.fail, read)
-
-
-def test_progress_is_logged_where_nobody_sees_a_bar(
-    tmp_path: Path, folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(cache, "_LOG_PERIOD_S", 0.0)
-    monkeypatch.setattr(cache, "CHUNK", 4)
-    caplog.set_level("INFO")
-    path = write(tmp_path / "rows.jsonl")
-    get_custom_dataset(path, type="rl", tokenizer=load_hf_tokenizer(model))
-    assert caplog.messages == [f"preparing {path}: {count} of 5 rows" for count in (4, 5)]
+        get_custom_dataset(write(tmp_path / "rows.jsonl"), type="sft", tokenizer=load_hf_tokenizer(model))
 
 
 def test_a_conversation_anywhere_makes_all_rows_conversations(tmp_path: Path, model: Path, monkeypatch: Any) -> None:
     """Whatever is read at a time."""
     tokenizer, path = load_hf_tokenizer(model), tmp_path / "rows.jsonl"
     chat = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
-    monkeypatch.setattr(cache, "CHUNK", 2)
+    monkeypatch.setattr(prepare, "CHUNK", 2)
     path.write_text("\n".join([json.dumps({"question": "?", "answer": "!"})] * 4 + [json.dumps({"messages": chat})]))
     rows = get_custom_dataset(str(path), type="sft", tokenizer=tokenizer)
     whole = [demonstration(tokenizer, [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])] * 4
