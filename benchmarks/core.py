@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import functools
 import os
 import statistics
@@ -41,6 +40,7 @@ import ray
 import torch
 from circumstances import options, report
 from model_configs import write_tiny
+from pydantic import create_model
 from runtime_overhead import PROMPT_TOKENS, OneRequest, served
 from tensordict import TensorDict
 
@@ -212,8 +212,8 @@ class Waiter:
 def waiters(folder: str, num_roles: int, num_ranks: int) -> Iterator[tuple[Workers, list[RemoteEngine]]]:
     """Start groups with an engine each."""
     roles = [f"role{number}" for number in range(num_roles)]
-    wishes = [(role, RoleConfig, dataclasses.field(default_factory=RoleConfig)) for role in roles]
-    kind = dataclasses.make_dataclass("Roles", wishes, bases=(WorkersConfig,))
+    wishes: dict[str, Any] = {role: (RoleConfig, RoleConfig()) for role in roles}
+    kind = create_model("Roles", __base__=WorkersConfig, **wishes)
     config = RunConfig(
         experiment_name="benchmark",
         trial_name="core",
@@ -325,7 +325,7 @@ class LongRequest(OneRequest):
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__()
-        self.gconfig = dataclasses.replace(self.gconfig, max_new_tokens=num_tokens)
+        self.gconfig = self.gconfig.new(max_new_tokens=num_tokens)
 
 
 def measure_account(args: argparse.Namespace, folder: str, *, num_tokens: int = 512) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def run(args: argparse.Namespace, case: str, folder: str) -> dict[str, int]:
 
 def engine_config(args: argparse.Namespace, settings: dict[str, Any], folder: str) -> TrainEngineConfig:
     """Return the config of a case."""
-    common = {"optimizer": OptimizerConfig(), "mb_spec": MicroBatchSpec(2), "init_from_scratch": True}
+    common = {"optimizer": OptimizerConfig(), "mb_spec": MicroBatchSpec(n_mbs=2), "init_from_scratch": True}
     return TrainEngineConfig(path=folder, **common | settings)
 
 

@@ -4,20 +4,20 @@ It is made of the config classes: types and ranges are those that pydantic check
 fields. Old keys, which the loader moves, are marked as unknown.
 """
 
-import dataclasses
 import json
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
+from pydantic_core import CoreSchema, core_schema
 
 from arealite.api.cli_args import DPOConfig, EvalConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
-from arealite.api.config.schema import MISSING, ConfigKey, config_keys
+from arealite.api.config.types import MISSING, ConfigBase
 from arealite.api.errors import ConfigError
 from arealite.reward.functions import load_named
 
 Schema = dict[str, Any]
-CLASSES: dict[str, type] = {
+CLASSES: dict[str, type[ConfigBase]] = {
     "grpo": GRPOConfig,
     "ppo": PPOConfig,
     "distill": GRPOConfig,
@@ -31,10 +31,7 @@ _LATER = {"type": "string", "pattern": r"\$\{|^\?\?\?$", "description": "A refer
 
 def write_schema(kind: str, out: str | None) -> int:
     """Write the schema of an experiment's config, or of a class `FILE.py:CLASS`, to a file, or print it."""
-    try:
-        text = json.dumps(schema(_config_class(kind)), indent=1)
-    except TypeError as error:  # from the class without arguments
-        raise ConfigError(f"every field of {kind} must have a default: got {error}. Give it one, or ???.") from error
+    text = json.dumps(schema(_config_class(kind)), indent=1)
     if out is None:
         print(text)
     else:
@@ -46,39 +43,42 @@ def write_schema(kind: str, out: str | None) -> int:
     return 0
 
 
-def _config_class(kind: str) -> type:
+def _config_class(kind: str) -> type[ConfigBase]:
     """Return the class of an experiment, or the user's own."""
-    found = CLASSES.get(kind) or (load_named(kind, key="the kind", kind="config class") if ":" in kind else None)
-    if not isinstance(found, type) or not dataclasses.is_dataclass(found):
+    named = CLASSES.get(kind) or (load_named(kind, key="the kind", kind="config class") if ":" in kind else None)
+    if not isinstance(named, type) or not issubclass(named, ConfigBase):
         names = ", ".join(CLASSES)
-        raise ConfigError(f"the kind must be one of {names}, or FILE.py:CLASS of a dataclass: got {kind}. Correct it.")
-    return found
+        raise ConfigError(
+            f"the kind must be one of {names}, or FILE.py:CLASS of a config class: got {kind}. Correct it."
+        )
+    return named
 
 
-def schema(config_cls: type) -> Schema:
+def schema(config_cls: type[ConfigBase]) -> Schema:
     """Return the JSON schema (draft 7) of a config class."""
-    root: Schema = {"$schema": "http://json-schema.org/draft-07/schema#", "title": config_cls.__name__, "$defs": {}}
-    blocks = {"": root | _block(config_cls)}
-    for key in config_keys(config_cls):
-        if key.block is not None:
-            found = blocks[key.name] = _block(key.block)
-        else:
-            found = _value(key, root["$defs"])
-        empty = [{"type": "null"}] if key.is_optional or key.is_mapping else []  # a block without keys
-        node: Schema = {"anyOf": [found, *empty, _LATER], "description": key.doc}
-        if key.default != MISSING and not dataclasses.is_dataclass(key.default):
-            node["default"] = key.default
-        blocks[key.parent]["properties"][key.leaf] = node
-    return blocks[""]
+    return config_cls.model_json_schema(schema_generator=_YAMLSchema)
 
 
-def _block(config_cls: type) -> Schema:
-    doc = " ".join((config_cls.__doc__ or "").split())
-    return {"type": "object", "description": doc, "properties": {}, "additionalProperties": False}
+class _YAMLSchema(GenerateJsonSchema):
+    """Takes what the loader takes beside the values themselves: references, `???`, numbers for text, empty blocks."""
 
+    schema_dialect = "http://json-schema.org/draft-07/schema#"
 
-def _value(key: ConfigKey, definitions: Schema) -> Schema:
-    """Return what pydantic knows of a field; text may be written as a number, as the loader takes it."""
-    found = TypeAdapter(get_type_hints(key.owner, include_extras=True)[key.leaf]).json_schema()
-    definitions |= found.pop("$defs", {})
-    return {"anyOf": [{"type": "number"}, found]} if key.type_name.startswith("text") else found
+    def generate(self, schema: CoreSchema, mode: JsonSchemaMode = "validation") -> Schema:
+        return {"$schema": self.schema_dialect, **super().generate(schema, mode)}
+
+    def model_field_schema(self, schema: core_schema.ModelField) -> Schema:
+        value = super().model_field_schema(schema)
+        default = value.pop("default", MISSING)
+        if isinstance(block := schema["schema"].get("default"), ConfigBase):
+            default = block.model_dump(exclude_defaults=True)  # those of its class stand in its own schema
+        return {"anyOf": [value, _LATER], **({} if default == MISSING else {"default": default})}
+
+    def model_schema(self, schema: core_schema.ModelSchema) -> Schema:
+        return super().model_schema(schema) | {"type": ["object", "null"]}
+
+    def dict_schema(self, schema: core_schema.DictSchema) -> Schema:
+        return super().dict_schema(schema) | {"type": ["object", "null"]}
+
+    def str_schema(self, schema: core_schema.StringSchema) -> Schema:
+        return super().str_schema(schema) | {"type": ["string", "number"]}

@@ -1,6 +1,5 @@
 """Rows with images: where a conversation shows them, how many tokens they take, and what we know of some data sets."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +29,7 @@ def with_known_keys(config: DatasetConfig) -> DatasetConfig:
     known = next((keys for name, keys in KNOWN.items() if name in config.path), {})
     unset = {key: value for key, value in known.items() if not getattr(config, key)}
     is_own = config.prompt_key is not None or config.image_key is not None
-    return config if is_own else dataclasses.replace(config, **unset)
+    return config if is_own else config.new(**unset)
 
 
 def images_of(row: dict[str, Any], where: str, column: str) -> list[Any]:

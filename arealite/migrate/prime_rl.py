@@ -6,7 +6,7 @@ workflow, or a data set and a reward.
 
 from typing import Any
 
-from arealite.api.config.schema import MISSING
+from arealite.api.config.types import MISSING
 from arealite.migrate import rules
 from arealite.migrate.rules import NOTHING, Because, MustDecide, Old, Rule, Tree, part_of, patterns, unless
 

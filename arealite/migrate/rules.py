@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from arealite.api.config.schema import MISSING
+from arealite.api.config.types import MISSING
 
 Tree = dict[str, Any]
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from arealite.api.config.schema import MISSING
+from arealite.api.config.types import MISSING
 from arealite.migrate import rules
 from arealite.migrate.rules import NOTHING, Because, MustDecide, Old, Tree, WithoutCounterpart
 

@@ -1,4 +1,4 @@
-"""Pages of the keys of every experiment: type, default and meaning, as the dataclasses declare them."""
+"""Pages of the keys of every experiment: type, default and meaning, as the classes declare them."""
 
 import functools
 import json
@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from arealite.api import cli_args
 from arealite.api.config.experiment import BaseExperimentConfig
-from arealite.api.config.schema import MISSING, ConfigKey, config_keys
+from arealite.api.config.schema import ConfigKey, config_keys
+from arealite.api.config.types import MISSING
 
 FOLDER = "reference/config"
 Declared = dict[str, ConfigKey]
@@ -47,7 +48,7 @@ def _index(keys: dict[str, Declared], blocks: dict[str, list[str]]) -> str:
     """Return the page of the keys that have no block, which leads to the others."""
     lines = [
         f"# Configuration\n\nAll {len(keys)} keys and blocks of {_listed(cls.__name__ for cls in experiments())}, as "
-        "their dataclasses declare them. `python3 SCRIPT.py --help` prints those of a script; `--dry-run` and the "
+        "their classes declare them. `python3 SCRIPT.py --help` prints those of a script; `--dry-run` and the "
         "`config.yaml` of a run have the values. A key that *follows* another one has its value unless it is given.\n",
         "| block | what it holds | of |\n|---|---|---|",
     ]

@@ -9,7 +9,6 @@ Servers and trainer make patches of the same images by themselves, with the imag
 
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.api.io_struct import FinetuneSpec
@@ -28,7 +27,6 @@ from arealite.weights.publish import publish_weights
 from arealite.workflow.vision_rlvr import VisionRLVRWorkflow
 
 
-@dataclass
 class CountingConfig(GRPOConfig):
     """GRPO on answers such as [4]."""
 

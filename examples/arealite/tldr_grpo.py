@@ -11,10 +11,9 @@ over the last `actor.overlong_buffer` tokens, as raters and reward models prefer
 
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 
 from arealite.api.cli_args import GRPOConfig, load_expr_config
-from arealite.api.config.schema import MISSING
+from arealite.api.config.types import MISSING
 from arealite.api.io_struct import FinetuneSpec
 from arealite.api.reward_api import RewardFunction
 from arealite.dataset import load_datasets
@@ -33,13 +32,12 @@ from arealite.weights.publish import publish_weights
 from arealite.workflow.rlvr import RLVRWorkflow
 
 
-@dataclass
 class TLDRConfig(GRPOConfig):
     """GRPO on the scores of a reward model."""
 
     reward_model: str = MISSING
     """Folder of a sequence classifier of one label with the policy's vocabulary, as reward_model.py saves it."""
-    reward: str | dict[str, float] = field(default_factory=dict)
+    reward: str | dict[str, float] = {}
     """Reward functions whose weighted values are added to the score, `FILE.py:FUNCTION` or `module:FUNCTION`."""
 
 

@@ -624,7 +624,6 @@ def test_the_file_must_be_named_and_exist(tmp_path: Path) -> None:
         load_expr_config([f"--config={tmp_path}/no.yaml"], GRPOConfig)
 
 
-@dataclasses.dataclass
 class CustomConfig(GRPOConfig):
     """A user's own config."""
 
@@ -639,11 +638,15 @@ def test_own_config_classes(tmp_path: Path) -> None:
     assert config.seed == 3
 
 
-@dataclasses.dataclass
+def test_a_config_class_that_is_also_a_dataclass_is_refused(tmp_path: Path) -> None:
+    decorated = dataclasses.dataclass(type("Own", (GRPOConfig,), {}))
+    assert "Own must be a plain class: got a dataclass. Remove @dataclass" in refusal(tmp_path, MINIMAL, cls=decorated)
+
+
 class BlocksConfig(SFTConfig):
     """A user's own config, with a policy for which it has no `gconfig`."""
 
-    policy: PPOActorConfig = dataclasses.field(default_factory=PPOActorConfig)
+    policy: PPOActorConfig = PPOActorConfig()
     """Another model."""
 
 

@@ -70,7 +70,7 @@ def test_sources_have_names_for_metrics() -> None:
     paths = ["data/algebra-v1.2.jsonl", "org/math 500", "rows.py:made?train=2&test=1", "other/made.csv", "made_2", "/"]
     paths += ["hf-dataset://org/name/in/the.folder/easy.parquet", "données/été/"]
     first, *others = paths
-    mixed = [SourceConfig(path) for path in others] + [SourceConfig("org/math 500", config_name="alg-1")]
+    mixed = [SourceConfig(path=path) for path in others] + [SourceConfig(path="org/math 500", config_name="alg-1")]
     names = names_of(DatasetConfig(path=first, mixed_with=mixed))
     assert names == [
         "algebra_v1_2",
@@ -181,9 +181,9 @@ def test_each_source_has_its_own_columns(load: Any, tmp_path: Path) -> None:
         ("valid_dataset={path: x, weight: 2}", r"valid_dataset must be one source: got mixed_with or weight"),
         (
             "train_dataset.mixed_with=[{path: x, wieght: 2}]",
-            "must be a list of blocks with a path and, where they",
+            r"train_dataset.mixed_with.0.wieght must be left out: got 2",
         ),
-        ("train_dataset.mixed_with=[{weight: 2}]", r"mixed_with must be a list of blocks with a path and"),
+        ("train_dataset.mixed_with=[{weight: 2}]", r"train_dataset.mixed_with.0.path must be given: got "),
         ("train_dataset.mixed_with=[{path: x, weight: 0}]", r"mixed_with must be greater than 0: got 0"),
     ],
 )

@@ -26,7 +26,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def config(path: str, max_tokens: int | None = None, **changes: Any) -> DPOEngineConfig:
-    values = {"dtype": "float32", "gradient_checkpointing": False, "mb_spec": MicroBatchSpec(1, max_tokens)}
+    values = {
+        "dtype": "float32",
+        "gradient_checkpointing": False,
+        "mb_spec": MicroBatchSpec(max_tokens_per_mb=max_tokens),
+    }
     return DPOEngineConfig(path=path, **values | {"optimizer": OptimizerConfig(**OPTIMIZER)} | changes)
 
 

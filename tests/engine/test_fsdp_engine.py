@@ -113,7 +113,8 @@ def standing_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
     """An engine that computes in float64 and whose steps leave the parameters as they are."""
     path, optimizer = write_model(tmp_path_factory.mktemp("model")), OptimizerConfig(**(OPTIMIZER | {"lr": 0.0}))
     dtypes = {"dtype": "float64", "grad_reduce_dtype": "float64"}
-    engine = FSDPEngine(train_config(path, gradient_checkpointing=request.param, optimizer=optimizer, **dtypes))
+    config = train_config(path, gradient_checkpointing=request.param, optimizer=optimizer)
+    engine = FSDPEngine(config.new(**dtypes))  # no value of the config
     engine.initialize(None, None)
     engine.train()
     yield engine
@@ -138,7 +139,7 @@ def test_the_gradient_does_not_depend_on_micro_batches(
     standing_engine: FSDPEngine, lengths: list[int], n_mbs: int, max_tokens: int | None
 ) -> None:
     found = []
-    for spec in (MicroBatchSpec(), MicroBatchSpec(n_mbs, max_tokens)):
+    for spec in (MicroBatchSpec(), MicroBatchSpec(n_mbs=n_mbs, max_tokens_per_mb=max_tokens)):
         standing_engine.optimizer.state.clear()
         standing_engine.config.mb_spec = spec
         standing_engine.train_batch(token_batch(lengths), float64_nll, count_loss_tokens)
@@ -326,7 +327,7 @@ def test_what_can_not_work_is_refused(model_path: str, make: Make) -> None:
     with pytest.raises(ValueError, match="addr must be None"):
         FSDPEngine(train_config(model_path)).initialize("host:1", None)
     with pytest.raises(ValueError, match=r"got \['Nope'\]"):
-        make(fsdp=FSDPEngineConfig(wrap_policy=FSDPWrapPolicy(["Nope"])))
+        make(fsdp=FSDPEngineConfig(wrap_policy=FSDPWrapPolicy(transformer_layer_cls_to_wrap=["Nope"])))
 
 
 def test_a_checkpoint_that_lacks_tensors_is_refused(make: Make, model_path: str, tmp_path: Path) -> None:

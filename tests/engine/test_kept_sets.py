@@ -52,7 +52,7 @@ def actor(path: str, request: pytest.FixtureRequest) -> Iterator[FSDPPPOActor]:
         "group_size": 2,
         "ppo_n_minibatches": 1,
         "temperature": TEMPERATURE,
-        "mb_spec": MicroBatchSpec(3),
+        "mb_spec": MicroBatchSpec(n_mbs=3),
     }
     made = FSDPPPOActor(actor_config(path, **changes | getattr(request, "param", {})))
     made.initialize(None, FinetuneSpec(1, 100, 10))

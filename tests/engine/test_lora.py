@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -143,7 +142,7 @@ def test_a_saved_adapter_is_pefts_and_a_merged_model_is_the_same_policy(
     engine = trained_engine(make, path=path, dtype=dtype)
     ours = logprobs(engine)
     engine.save(SaveLoadMeta(str(tmp_path / "adapter")))
-    engine.config.lora = dataclasses.replace(LORA, merge_on_save=True)
+    engine.config.lora = LORA.new(merge_on_save=True)
     engine.save(SaveLoadMeta(str(tmp_path / "merged")))
     assert sorted(one.name for one in (tmp_path / "adapter").iterdir()) == [
         "adapter_config.json",
@@ -210,7 +209,7 @@ def test_micro_batches_do_not_change_a_step(make: Make) -> None:
 
 
 def test_dropout_acts_in_training_unless_it_is_off(make: Make) -> None:
-    lora = dataclasses.replace(LORA, dropout=0.5)
+    lora = LORA.new(dropout=0.5)
     losses = [
         trained_engine(make, **one).evaluate_lm(BATCH)
         for one in ({}, {"lora": lora}, {"lora": lora, "disable_dropout": True})
@@ -262,7 +261,7 @@ def test_the_reference_is_the_policy_without_adapters(path: str, tmp_path: Path)
 
 
 def test_a_reward_model_keeps_its_head_with_the_adapter(path: str, tmp_path: Path) -> None:
-    config = RWEngineConfig(**vars(train_config(path, lora=LORA)))
+    config = RWEngineConfig(**train_config(path, lora=LORA).model_dump(exclude_unset=True))
     engine, again = FSDPRWEngine(config), FSDPRWEngine(config)
     for one in (engine, again):
         one.initialize(None, SPEC)

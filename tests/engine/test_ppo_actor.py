@@ -226,7 +226,12 @@ def test_the_order_of_rows_changes_nothing(make: Make) -> None:
 
 
 def test_log_ratios_are_those_that_each_minibatch_met(make: Make) -> None:
-    settings = {"group_size": 2, "baseline": "group_mean", "adv_norm": False, "mb_spec": MicroBatchSpec(1, 16)}
+    settings = {
+        "group_size": 2,
+        "baseline": "group_mean",
+        "adv_norm": False,
+        "mb_spec": MicroBatchSpec(max_tokens_per_mb=16),
+    }
     actor, batch = make(ppo_n_minibatches=2, use_decoupled_loss=True, **settings), trajectory_batch(LENGTHS, 2)
     batch["rewards"] = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0])  # the third group has no spread
     batch["proximal_logprobs"] = actor.compute_logprobs(batch)

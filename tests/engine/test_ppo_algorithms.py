@@ -98,7 +98,7 @@ def test_neither_split_nor_order_of_rows_changes_an_update(make: Make, name: str
     batch = a_batch()
     whole = update(make(**choices), batch.clone())
     order = torch.tensor([5, 0, 3, 7, 1, 6, 2, 4])
-    split = update(make(**choices, mb_spec=MicroBatchSpec(1, 15)), batch[order])
+    split = update(make(**choices, mb_spec=MicroBatchSpec(max_tokens_per_mb=15)), batch[order])
     assert whole[0]["optim/skipped_steps"] == 0.0 and whole[0]["optim/grad_norm"] > 1e-4
     assert_same(whole, split)
 
@@ -108,7 +108,7 @@ def test_a_row_without_tokens_changes_nothing_wherever_it_lies(make: Make) -> No
     batch = a_batch()
     for key in ("attention_mask", "loss_mask"):
         batch[key][3] = 0
-    whole, split = (update(make(algorithm="rloo", mb_spec=MicroBatchSpec(n)), batch.clone()) for n in (1, 8))
+    whole, split = (update(make(algorithm="rloo", mb_spec=MicroBatchSpec(n_mbs=n)), batch.clone()) for n in (1, 8))
     assert_same(whole, split)
 
 
@@ -169,7 +169,8 @@ def test_groups_without_spread_are_skipped_and_leave_the_gradient_as_it_is(make:
     choices = resolve_choices(actor_config("", algorithm=name, max_new_tokens=10))
     own = {"loss_fn": functools.partial(token_losses, choices=choices)}
     (found, params), (whole, expected) = (
-        update(make(functions, algorithm=name, mb_spec=MicroBatchSpec(1, 20)), batch.clone()) for functions in ({}, own)
+        update(make(functions, algorithm=name, mb_spec=MicroBatchSpec(max_tokens_per_mb=20)), batch.clone())
+        for functions in ({}, own)
     )
     assert (found["perf/skipped_tokens"], whole["perf/skipped_tokens"]) == (9 + 4 + 7 + 11, 0)
     assert found["optim/grad_norm"] > 1e-4

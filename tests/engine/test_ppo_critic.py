@@ -98,7 +98,7 @@ def params(critic: FSDPEngine) -> list[torch.Tensor]:
 
 def test_values_are_the_scores_a_token_earlier(make: Make, path: str) -> None:
     batch = trajectory_batch(LENGTHS, 2)
-    values = make(mb_spec=MicroBatchSpec(1, 15)).compute_values(batch)
+    values = make(mb_spec=MicroBatchSpec(max_tokens_per_mb=15)).compute_values(batch)
     with torch.no_grad():
         expected = hf_values(AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32), batch)
     assert expected.std() > 0.1
@@ -147,7 +147,7 @@ def test_an_update_is_that_of_plain_autograd(make: Make, path: str, eps_clip: fl
 def test_neither_split_nor_order_of_rows_changes_an_update(make: Make) -> None:
     found = []
     order = torch.tensor([5, 0, 3, 7, 1, 6, 2, 4])
-    for rows, spec in ((torch.arange(8), MicroBatchSpec()), (order, MicroBatchSpec(1, 15))):
+    for rows, spec in ((torch.arange(8), MicroBatchSpec()), (order, MicroBatchSpec(max_tokens_per_mb=15))):
         critic = make(mb_spec=spec, ppo_n_minibatches=3)
         found.append((critic.ppo_update(a_batch(critic)[rows]), params(critic)))
     assert found[0][0] == pytest.approx(found[1][0], rel=2e-4, abs=2e-5)

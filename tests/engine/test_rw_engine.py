@@ -39,7 +39,11 @@ def make() -> Iterator[Make]:
     made: list[FSDPRWEngine] = []
 
     def make_engine(path: str, max_tokens: int | None = None, **changes: Any) -> FSDPRWEngine:
-        values = {"dtype": "float32", "gradient_checkpointing": False, "mb_spec": MicroBatchSpec(1, max_tokens)}
+        values = {
+            "dtype": "float32",
+            "gradient_checkpointing": False,
+            "mb_spec": MicroBatchSpec(max_tokens_per_mb=max_tokens),
+        }
         values |= {"optimizer": OptimizerConfig(**OPTIMIZER)} | changes
         made.append(FSDPRWEngine(RWEngineConfig(path=path, **values)))
         made[-1].initialize(None, SPEC)

@@ -48,7 +48,7 @@ def write_classifier(folder: Path, *, num_labels: int = 1) -> str:
 
 def train_config(path: str, *, max_tokens: int | None = None, n_mbs: int = 1, **changes: Any) -> TrainEngineConfig:
     values = {"dtype": "float32", "optimizer": OptimizerConfig(**OPTIMIZER), "gradient_checkpointing": False} | changes
-    return TrainEngineConfig(path=path, mb_spec=MicroBatchSpec(n_mbs, max_tokens), **values)
+    return TrainEngineConfig(path=path, mb_spec=MicroBatchSpec(n_mbs=n_mbs, max_tokens_per_mb=max_tokens), **values)
 
 
 def actor_config(path: str, **changes: Any) -> PPOActorConfig:

@@ -133,7 +133,7 @@ def ppo_steps(actor: FSDPPPOActor, batch: TensorDict) -> dict[str, object]:
 
 def dpo_steps(path: str, rows: list[int]) -> dict[str, object]:
     """Take two steps of DPO on some rows and return what came of it."""
-    spec = MicroBatchSpec(1, 30)
+    spec = MicroBatchSpec(max_tokens_per_mb=30)
     config = DPOEngineConfig(path=path, dtype="float32", mb_spec=spec, **STEADY)
     engine = FSDPDPOEngine(config)
     engine.initialize(None, FinetuneSpec(1, 100, 10))

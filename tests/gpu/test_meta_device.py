@@ -37,7 +37,7 @@ class MetaEngine(FSDPEngine):
     """The engine of one rank, with a whole model on the meta device."""
 
     def __init__(self, path: str) -> None:
-        super().__init__(actor_config(path, mb_spec=MicroBatchSpec(NUM_MICRO_BATCHES)))
+        super().__init__(actor_config(path, mb_spec=MicroBatchSpec(n_mbs=NUM_MICRO_BATCHES)))
         self.device, self._group, self._attention = torch.device("meta"), dist.group.WORLD, PACKED_SDPA
         self.model: Any = build_meta_model(path, PACKED_SDPA)
         self._outputs = logits_of(self.model)

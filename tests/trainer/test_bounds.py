@@ -1,6 +1,5 @@
 """The verdict on a step, by hand."""
 
-import dataclasses
 import functools
 import re
 import time
@@ -95,11 +94,13 @@ def test_a_run_that_is_made_so_is_told_so(
         server = stack.enter_context(serve(LiteServer(AutoModelForCausalLM.from_pretrained(model), slots=num_slots)))
         workflow = RLVRWorkflow(reward, gconfig, tiny_models.tokenizer(), num_reward_workers=1)
         stack.callback(workflow.close)
-        rollout = RemoteInferenceEngine(dataclasses.replace(config, server_addrs=[server.address]))
+        rollout = RemoteInferenceEngine(config.new(server_addrs=[server.address]))
         rollout.initialize(None, None)
         stack.callback(rollout.destroy)
         loader = PromptLoader([{"messages": [{"role": "user", "content": "an"}]}] * 8, 2)
-        stats = StatsLogger(StatsLoggerConfig("e", "t", str(tmp_path)), FinetuneSpec(1, 8, 2))
+        stats = StatsLogger(
+            StatsLoggerConfig(experiment_name="e", trial_name="t", fileroot=str(tmp_path)), FinetuneSpec(1, 8, 2)
+        )
         for step in range(2):  # workers and server start in the first
             began = time.monotonic()
             with stats.timer("rollout"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import hashlib
 import json
@@ -140,7 +139,7 @@ def test_adapters_resume_without_the_model_in_the_checkpoint(model: str, tmp_pat
     other = write_model(tmp_path / "other", seed=1)
     for name, others in ((other, {}), (model, {"alpha": 16}), (model, {"target_modules": ["q_proj"]})):
         with pytest.raises(CheckpointError, match="must be of the same weights in path, dtype"):
-            train(name, tmp_path / "killed", steps=6, lora=dataclasses.replace(lora, **others))
+            train(name, tmp_path / "killed", steps=6, lora=lora.new(**others))
     found = train(model, tmp_path / "killed", steps=6, lora=lora)
     assert found["start"] == 4 and found["losses"] == {step: whole["losses"][step] for step in (4, 5)}
     assert_same_state(found, whole)

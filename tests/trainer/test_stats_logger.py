@@ -1,4 +1,3 @@
-import dataclasses
 import itertools
 import json
 import logging
@@ -210,7 +209,7 @@ def test_a_trace_is_joined_after_its_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = SFTConfig(experiment_name="exp", trial_name="t0", cluster=ClusterSpecConfig(fileroot=str(tmp_path)))
-    assert (config.num_traced_steps, dataclasses.replace(config, perf_trace=True).num_traced_steps) == (0, 20)
+    assert (config.num_traced_steps, config.new(perf_trace=True).num_traced_steps) == (0, 20)
     config.perf_trace = 2
     StatsLogger(stats_config(tmp_path), FT_SPEC, experiment=config).close()
     assert "perf_trace has no effect" in caplog.text, "no launcher has named a folder"

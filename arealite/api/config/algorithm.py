@@ -5,7 +5,6 @@ older key left and resolves to itself, so that a stored config means what it sho
 group size, `ppo_n_minibatches` or `kl_ctl`. docs/algorithms.md has formulas and papers.
 """
 
-import dataclasses
 import logging
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -172,7 +171,7 @@ def _value(config: PPOActorConfig, key: str) -> Any:
 def _with(config: ConfigT, choices: Choices) -> ConfigT:
     correction = CorrectionConfig(**{key.partition(".")[2]: choices[key] for key in _CORRECTION})
     plain: Choices = {key: value for key, value in choices.items() if key not in _CORRECTION}
-    return dataclasses.replace(config, correction=correction, **plain | dict.fromkeys(OLDER_KEYS))
+    return config.new(correction=correction, **plain | dict.fromkeys(OLDER_KEYS))
 
 
 def _choices_of(algorithm: str | None) -> Choices:

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from arealite.api.alloc_mode import AllocationMode, AllocationType
 from arealite.api.config.data import LOGGER_MODES, DatasetConfig, EvaluatorConfig, RecoverConfig, StatsLoggerConfig
@@ -116,7 +116,7 @@ def check_allocation(
         return
     if rollout is not None and mode.gen_backend is not None:
         require(
-            rollout.backend in (InferenceEngineConfig.backend, mode.gen_backend),  # the default was not given
+            rollout.backend in (InferenceEngineConfig().backend, mode.gen_backend),  # the default was not given
             f"rollout.backend must agree with allocation_mode: got {rollout.backend} and {text}. "
             "Remove rollout.backend.",
         )
@@ -427,8 +427,8 @@ def check_frozen(engine: TrainEngineConfig, key: str) -> None:
 def learning_keys(engine: TrainEngineConfig) -> list[str]:
     """Return the keys by which a policy learns that have another value than their default."""
     cls = next(one for one in (PPOActorConfig, DPOEngineConfig, TrainEngineConfig) if isinstance(engine, one))
-    default, others = cls(), {one.name for one in fields(TrainEngineConfig)} | {"group_size", "temperature"}
-    names = [one.name for one in fields(cls) if one.name not in others]
+    default, others = cls(), {*TrainEngineConfig.model_fields, "group_size", "temperature"}
+    names = [name for name in cls.model_fields if name not in others]
     return [name for name in names if getattr(engine, name) != getattr(default, name)]
 
 

@@ -1,15 +1,10 @@
 """What a run reads and writes: data sets, metrics, and when it saves, evaluates and writes checkpoints."""
 
-from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator
-
-from arealite.api.config.schema import MISSING
-from arealite.api.config.types import Bool, ConfigBase, FolderBlock, NonNegativeInt, Positive, PositiveInt
+from arealite.api.config.types import MISSING, Bool, ConfigBase, FolderBlock, NonNegativeInt, Positive, PositiveInt
 
 
-@dataclass
 class SourceConfig(ConfigBase):
     """A further source of a mixture; columns and texts are those of the data set's block unless given."""
 
@@ -35,14 +30,6 @@ class SourceConfig(ConfigBase):
     """Text at the end of the last user message."""
 
 
-def _check_source(given: object) -> object:
-    names = [one.name for one in fields(SourceConfig)]
-    if isinstance(given, dict) and not ("path" in given and given.keys() <= set(names)):
-        raise ValueError(f"a list of blocks with a path and, where they differ, {', '.join(names[1:])}")
-    return given
-
-
-@dataclass
 class DatasetConfig(ConfigBase):
     """Prompts, demonstrations or pairs of answers."""
 
@@ -82,11 +69,10 @@ class DatasetConfig(ConfigBase):
     """Leave out the last rows of an epoch that do not fill a batch."""
     weight: Positive | None = None
     """Rows of this source in a mixture, relative to the weights of `mixed_with`; None there and here: each row once."""
-    mixed_with: list[Annotated[SourceConfig, BeforeValidator(_check_source)]] = field(default_factory=list)
+    mixed_with: list[SourceConfig] = []
     """Further sources of the same batches, each `{path: ..., weight: ...}` and the keys in which it differs."""
 
 
-@dataclass
 class _Frequency(FolderBlock):
     """How often something happens: each trigger counts from the last time, and any one is enough."""
 
@@ -98,17 +84,14 @@ class _Frequency(FolderBlock):
     """Number of seconds between two; None is never."""
 
 
-@dataclass
 class SaverConfig(_Frequency):
     """When the model is saved."""
 
 
-@dataclass
 class EvaluatorConfig(_Frequency):
     """When the model is evaluated."""
 
 
-@dataclass
 class RecoverConfig(_Frequency):
     """Checkpoints to resume an interrupted run from; the triggers say when they are written."""
 
@@ -130,7 +113,6 @@ LOGGER_MODES = {
 """Values of `mode` of each service."""
 
 
-@dataclass
 class TensorBoardConfig(ConfigBase):
     """TensorBoard."""
 
@@ -138,17 +120,16 @@ class TensorBoardConfig(ConfigBase):
     """Folder of the event files; None is off."""
 
 
-@dataclass
 class StatsLoggerConfig(FolderBlock):
     """Where metrics go besides `metrics.jsonl`."""
 
     line_freq_steps: PositiveInt = 1
     """Steps per line on the console, for very short steps: one at least every 30 s. `metrics.jsonl` has every step."""
-    tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
+    tensorboard: TensorBoardConfig = TensorBoardConfig()
     """TensorBoard."""
-    wandb: dict[str, Any] = field(default_factory=lambda: {"mode": "disabled"})
+    wandb: dict[str, Any] = {"mode": "disabled"}
     """Weights & Biases, passed to `wandb.init` unless mode is disabled; the run's names and config are filled in."""
-    swanlab: dict[str, Any] = field(default_factory=lambda: {"mode": "disabled"})
+    swanlab: dict[str, Any] = {"mode": "disabled"}
     """SwanLab, passed to `swanlab.init` likewise."""
-    trackio: dict[str, Any] = field(default_factory=lambda: {"mode": "disabled"})
+    trackio: dict[str, Any] = {"mode": "disabled"}
     """Trackio, passed to `trackio.init` likewise; mode is disabled or online."""

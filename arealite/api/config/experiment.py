@@ -2,8 +2,9 @@
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, cast
+
+from pydantic import PrivateAttr
 
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.config import checks
@@ -28,8 +29,8 @@ from arealite.api.config.rollout import (
     InferenceEngineConfig,
     LiteConfig,
 )
-from arealite.api.config.schema import MISSING, config_keys
-from arealite.api.config.types import Bool, ConfigBase, Finite, Name, NonNegativeInt, PositiveInt, RunBlock
+from arealite.api.config.schema import config_keys
+from arealite.api.config.types import MISSING, Bool, ConfigBase, Finite, Name, NonNegativeInt, PositiveInt, RunBlock
 from arealite.api.config.workers import WorkersConfig
 from arealite.api.errors import ConfigError
 
@@ -44,8 +45,12 @@ OF_RUN = {
 }
 """What a block of the top level that names its run (`RunBlock`) follows, by the field that it has for it."""
 
+GSM8K_REWARD = "arealite.reward:gsm8k_reward_fn"
+
 _OF_FROZEN = ("dtype", "mb_spec", "fsdp", "torch_compile", "cast_lm_head_to_fp32")
 """What a reference or teacher follows of the trained model."""
+_OF_EVALUATION = tuple(name for name in GenerationHyperparameters.model_fields if name not in ("n_samples", "greedy"))
+"""What the sampling of evaluations follows of that of training."""
 
 
 def _same(block: str, other: str, *names: str) -> dict[str, str]:
@@ -53,7 +58,6 @@ def _same(block: str, other: str, *names: str) -> dict[str, str]:
     return {f"{block}.{name}": f"{other}.{name}" for name in names}
 
 
-@dataclass
 class BaseExperimentConfig(ConfigBase):
     """What every experiment has."""
 
@@ -77,7 +81,7 @@ class BaseExperimentConfig(ConfigBase):
     used."""
     mode: Literal["local", "ray", "slurm"] = "local"
     """Launcher that starts a script which is run by hand, and the trainers of `arealite train`."""
-    cluster: ClusterSpecConfig = field(default_factory=ClusterSpecConfig)
+    cluster: ClusterSpecConfig = ClusterSpecConfig()
     """Nodes and folders."""
     total_train_epochs: PositiveInt = 1
     """Passes over the training data."""
@@ -85,7 +89,7 @@ class BaseExperimentConfig(ConfigBase):
     """Stop after this many steps; None trains all epochs."""
     tokenizer_path: str = ""
     """Hugging Face folder or hub id; filled in from the model's path."""
-    train_dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    train_dataset: DatasetConfig = DatasetConfig()
     """Training data."""
     valid_dataset: DatasetConfig | None = None
     """Held-out data; None is no evaluation. Path, columns and length follow `train_dataset` unless given; if there is
@@ -93,27 +97,28 @@ class BaseExperimentConfig(ConfigBase):
     We take every row once, in order; its `batch_size`, `shuffle` and `drop_last` are for your own loops."""
     rollout: InferenceEngineConfig | None = None
     """Episodes and servers; None is an experiment without servers."""
-    saver: SaverConfig = field(default_factory=SaverConfig)
+    saver: SaverConfig = SaverConfig()
     """Saving."""
-    evaluator: EvaluatorConfig = field(default_factory=EvaluatorConfig)
+    evaluator: EvaluatorConfig = EvaluatorConfig()
     """Evaluation."""
-    stats_logger: StatsLoggerConfig = field(default_factory=StatsLoggerConfig)
+    stats_logger: StatsLoggerConfig = StatsLoggerConfig()
     """Metrics."""
     workers: WorkersConfig | None = None
     """Groups of workers for a script of Core; None is a script of ranks."""
-    recover: RecoverConfig = field(default_factory=RecoverConfig)
+    recover: RecoverConfig = RecoverConfig()
     """Recovery."""
     perf_trace: Bool | PositiveInt = False
     """Write `trace.json.gz` for ui.perfetto.dev: what all processes did in so many steps after each start; true is 20.
     It takes a launcher that starts the processes."""
-    launcher: LauncherConfig = field(default_factory=LauncherConfig)
+    launcher: LauncherConfig = LauncherConfig()
     """Processes."""
-    lite: LiteConfig = field(default_factory=LiteConfig)
+    lite: LiteConfig = LiteConfig()
     """Options of the embedded server."""
-    sglang: dict[str, Any] = field(default_factory=dict)
+    sglang: dict[str, Any] = {}
     """Options of SGLang servers, passed through."""
-    vllm: dict[str, Any] = field(default_factory=dict)
+    vllm: dict[str, Any] = {}
     """Options of vLLM servers, passed through."""
+    _from_environment: list[str] = PrivateAttr([])  # keys whose values environment variables brought in
 
     @classmethod
     @functools.cache
@@ -164,7 +169,7 @@ class BaseExperimentConfig(ConfigBase):
         """Whether each rank also trains a critic."""
         return isinstance(getattr(self, "critic", None), PPOCriticConfig)
 
-    def validate(self) -> None:
+    def check(self) -> None:
         """Let the allocation name the servers, and refuse contradictions; experiments add their own."""
         rollout, mode = self.rollout, self.allocation
         checks.check_loggers(self.stats_logger)
@@ -186,7 +191,6 @@ class BaseExperimentConfig(ConfigBase):
             rollout.colocated = ColocatedConfig(path=path, **vars(self.lite)) if mode.is_colocated else None
 
 
-@dataclass
 class SFTConfig(BaseExperimentConfig):
     """Supervised fine-tuning."""
 
@@ -200,18 +204,17 @@ class SFTConfig(BaseExperimentConfig):
 
     rollout: None = None
     """There are no servers."""
-    train_dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(type="sft"))
+    train_dataset: DatasetConfig = DatasetConfig(type="sft")
     """Training data."""
-    model: TrainEngineConfig = field(default_factory=lambda: TrainEngineConfig(optimizer=OptimizerConfig()))
+    model: TrainEngineConfig = TrainEngineConfig(optimizer=OptimizerConfig())
     """The model."""
 
-    def validate(self) -> None:
+    def check(self) -> None:
         """Refuse contradictions."""
-        super().validate()
+        super().check()
         checks.check_training(self.model, "model", self.train_dataset, self.DATA_TYPE)
 
 
-@dataclass
 class DPOConfig(SFTConfig):
     """Direct preference optimisation on pairs of answers."""
 
@@ -221,32 +224,30 @@ class DPOConfig(SFTConfig):
     }
     DATA_TYPE = "dpo"
 
-    train_dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(type="dpo"))
+    train_dataset: DatasetConfig = DatasetConfig(type="dpo")
     """Training data."""
-    model: DPOEngineConfig = field(default_factory=lambda: DPOEngineConfig(optimizer=OptimizerConfig()))
+    model: DPOEngineConfig = DPOEngineConfig(optimizer=OptimizerConfig())
     """The policy."""
-    ref: DPOEngineConfig = field(default_factory=DPOEngineConfig)
+    ref: DPOEngineConfig = DPOEngineConfig()
     """The reference; path, dtype and memory settings follow `model`."""
 
-    def validate(self) -> None:
+    def check(self) -> None:
         """Refuse contradictions."""
-        super().validate()
+        super().check()
         checks.check_frozen(self.ref, "ref")
 
 
-@dataclass
 class RWConfig(SFTConfig):
     """A reward model, trained on pairs of answers."""
 
     DATA_TYPE = "rw"
 
-    train_dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(type="rw"))
+    train_dataset: DatasetConfig = DatasetConfig(type="rw")
     """Training data."""
-    model: RWEngineConfig = field(default_factory=lambda: RWEngineConfig(optimizer=OptimizerConfig()))
+    model: RWEngineConfig = RWEngineConfig(optimizer=OptimizerConfig())
     """The reward model."""
 
 
-@dataclass
 class GRPOConfig(BaseExperimentConfig):
     """Reinforcement learning with verifiable rewards; by default GRPO, arXiv:2402.03300."""
 
@@ -256,7 +257,9 @@ class GRPOConfig(BaseExperimentConfig):
         "rollout.num_minibatches": "actor.ppo_n_minibatches",
         **_same("ref", "actor", "path", "attn_impl", *_OF_FROZEN),
         **_same("teacher", "actor", *_OF_FROZEN),
-        **_same("eval_gconfig", "gconfig", *sorted(vars(GenerationHyperparameters()).keys() - {"n_samples", "greedy"})),
+        **_same(
+            "eval_gconfig", "gconfig", *sorted(GenerationHyperparameters.model_fields.keys() - {"n_samples", "greedy"})
+        ),
         "tokenizer_path": "actor.path",
         "actor.path": "tokenizer_path",
     }
@@ -266,28 +269,28 @@ class GRPOConfig(BaseExperimentConfig):
 
     async_training: Bool = True
     """False trains synchronously: `rollout.max_head_offpolicyness` becomes 0."""
-    reward: str | dict[str, Finite] = "arealite.reward:gsm8k_reward_fn"
+    reward: str | dict[str, Finite] = GSM8K_REWARD
     """Reward function, `FILE.py:FUNCTION` or `module:FUNCTION`; several with their weights as a mapping."""
-    gconfig: GenerationHyperparameters = field(default_factory=lambda: GenerationHyperparameters(n_samples=8))
+    gconfig: GenerationHyperparameters = GenerationHyperparameters(n_samples=8)
     """Sampling of training episodes."""
-    eval_gconfig: GenerationHyperparameters = field(default_factory=lambda: GenerationHyperparameters(greedy=True))
+    eval_gconfig: GenerationHyperparameters = GenerationHyperparameters(greedy=True)
     """Sampling of evaluations; what is not given follows `gconfig`, but greedy and with one sample."""
-    rollout: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
+    rollout: InferenceEngineConfig = InferenceEngineConfig()
     """Episodes and servers."""
-    agent: AgentConfig = field(default_factory=AgentConfig)
+    agent: AgentConfig = AgentConfig()
     """Agents that speak HTTP, of scripts that make an AgentWorkflow of them."""
-    actor: PPOActorConfig = field(default_factory=lambda: PPOActorConfig(optimizer=OptimizerConfig()))
+    actor: PPOActorConfig = PPOActorConfig(optimizer=OptimizerConfig())
     """The policy and its algorithm."""
     ref: PPOActorConfig | None = None
     """The reference of the KL penalty; None is no reference. Path, dtype and memory settings follow `actor`."""
     teacher: PPOActorConfig | None = None
     """The teacher of on-policy distillation; None is no teacher. Dtype and memory settings follow `actor`."""
 
-    def validate(self) -> None:
+    def check(self) -> None:
         """Apply `async_training`, fill in the choices of the algorithm and `top_k`, and refuse contradictions."""
         if not self.async_training:
             self.rollout.max_head_offpolicyness = 0
-        super().validate()
+        super().check()
         self.actor = resolve_choices(self.actor, self.CHOICES)
         if self.gconfig.narrows and self.gconfig.top_k >= ALL_TOKENS:
             self.gconfig.top_k = DEFAULT_KEPT_IDS
@@ -300,7 +303,6 @@ class GRPOConfig(BaseExperimentConfig):
         checks.check_critic(self.actor, has_critic=self.has_critic)
 
 
-@dataclass
 class PPOConfig(GRPOConfig):
     """Reinforcement learning with a critic; by default PPO, arXiv:1707.06347."""
 
@@ -311,19 +313,18 @@ class PPOConfig(GRPOConfig):
     }
     CHOICES: ClassVar[Mapping[str, Any]] = PRESETS["ppo"]
 
-    critic: PPOCriticConfig = field(default_factory=lambda: PPOCriticConfig(optimizer=OptimizerConfig()))
+    critic: PPOCriticConfig = PPOCriticConfig(optimizer=OptimizerConfig())
     """The critic. Path (its backbone), minibatches, dtype and memory settings follow `actor`."""
     critic_warmup_steps: NonNegativeInt = 0
     """Steps at the start in which only the critic learns."""
 
-    def validate(self) -> None:
+    def check(self) -> None:
         """Refuse contradictions, and what the critic lacks."""
-        super().validate()
+        super().check()
         checks.check_training(self.critic, "critic", self.train_dataset, "rl")
         checks.check_equal("critic.group_size", self.critic.group_size, "gconfig.n_samples", self.gconfig.n_samples)
 
 
-@dataclass
 class EvalConfig(BaseExperimentConfig):
     """A model is asked the prompts of `valid_dataset`; nothing is trained."""
 
@@ -335,21 +336,19 @@ class EvalConfig(BaseExperimentConfig):
         "rollout.consumer_batch_size": "valid_dataset.batch_size",
     }
 
-    train_dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(path=""))
+    train_dataset: DatasetConfig = DatasetConfig(path="")
     """Must not be given: nothing is trained."""
-    valid_dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    valid_dataset: DatasetConfig = DatasetConfig()
     """Prompts and what rewards need; `split` is by default `test`, or all rows of a source without one."""
-    model: TrainEngineConfig = field(default_factory=TrainEngineConfig)
+    model: TrainEngineConfig = TrainEngineConfig()
     """The model that servers load, in its dtype."""
-    rollout: InferenceEngineConfig = field(default_factory=lambda: InferenceEngineConfig(max_concurrent_rollouts=128))
+    rollout: InferenceEngineConfig = InferenceEngineConfig(max_concurrent_rollouts=128)
     """Episodes (one per prompt) and servers."""
-    reward: str | dict[str, Finite] = GRPOConfig.reward
+    reward: str | dict[str, Finite] = GSM8K_REWARD
     """Reward function, `FILE.py:FUNCTION` or `module:FUNCTION`; several with their weights as a mapping."""
-    gconfig: GenerationHyperparameters = field(default_factory=lambda: GenerationHyperparameters(n_samples=8))
+    gconfig: GenerationHyperparameters = GenerationHyperparameters(n_samples=8)
     """How each prompt is sampled `n_samples` times."""
-    eval_gconfig: GenerationHyperparameters | None = field(
-        default_factory=lambda: GenerationHyperparameters(greedy=True)
-    )
+    eval_gconfig: GenerationHyperparameters | None = GenerationHyperparameters(greedy=True)
     """How it is answered once more, greedily; what is not given follows `gconfig`. Null leaves this out."""
     pass_at_k: list[PositiveInt] | None = None
     """Numbers k of samples for which pass@k is estimated; None is 1, 2, 4, .. and `gconfig.n_samples`."""
@@ -358,9 +357,9 @@ class EvalConfig(BaseExperimentConfig):
     def sampling(self) -> GenerationHyperparameters:
         return self.gconfig.new(top_p=1.0, top_k=ALL_TOKENS, min_p=0.0)  # servers need not return what these kept
 
-    def validate(self) -> None:
+    def check(self) -> None:
         """Fill in the numbers k, and refuse contradictions."""
-        super().validate()
+        super().check()
         size = self.gconfig.n_samples
         powers = {2**i for i in range(size.bit_length())}
         self.pass_at_k = sorted(powers | {size} if self.pass_at_k is None else {*self.pass_at_k})

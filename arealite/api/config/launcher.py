@@ -1,12 +1,10 @@
 """The nodes of a run and how processes start on them."""
 
-from dataclasses import dataclass, field
 from typing import Literal
 
 from arealite.api.config.types import ConfigBase, EnvVars, Folder, NonNegativeInt, Positive, PositiveInt
 
 
-@dataclass
 class ClusterSpecConfig(ConfigBase):
     """The nodes of a run."""
 
@@ -18,7 +16,6 @@ class ClusterSpecConfig(ConfigBase):
     """Folder of all runs, visible to every node; a run's files are in `<fileroot>/<experiment_name>/<trial_name>/`."""
 
 
-@dataclass
 class SlurmLauncherConfig(ConfigBase):
     """Options of the Slurm launcher."""
 
@@ -36,7 +33,6 @@ class SlurmLauncherConfig(ConfigBase):
     """Image of servers; empty runs them without a container."""
 
 
-@dataclass
 class LauncherConfig(ConfigBase):
     """How processes start."""
 
@@ -53,7 +49,7 @@ class LauncherConfig(ConfigBase):
     continues with the others, or ends."""
     node_timeout: Positive = 30.0
     """Seconds without a heartbeat after which a node counts as lost."""
-    slurm: SlurmLauncherConfig = field(default_factory=SlurmLauncherConfig)
+    slurm: SlurmLauncherConfig = SlurmLauncherConfig()
     """Slurm."""
     inference_server_env_vars: EnvVars = ""
     """Environment of servers, as `A=1,B=2`."""

@@ -1,12 +1,10 @@
 """From a YAML file and `key=value` overrides to one checked dataclass, for any experiment.
 
 Order: old keys are moved, unknown ones refused, the rest is laid over the defaults, keys that follow another key take
-its value, `${...}` is resolved, pydantic checks types and ranges, and the config's own `validate()` checks pairs.
+its value, `${...}` is resolved, pydantic checks types and ranges, and the config's own `check()` judges pairs.
 Every failure is a ConfigError that names key, value and fix. Only the YAML file is read and nothing is written.
 """
 
-import dataclasses
-import functools
 import itertools
 import json
 import logging
@@ -20,13 +18,14 @@ from typing import Any, TypeVar, cast
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from arealite.api.config.experiment import BaseExperimentConfig
 from arealite.api.config.legacy import Change, migrate
 from arealite.api.config.placements import spelled_out
-from arealite.api.config.schema import MISSING, ConfigKey, config_help, config_keys
+from arealite.api.config.schema import ConfigKey, config_help, config_keys
+from arealite.api.config.types import MISSING
 from arealite.api.config.words import guess, hint
 from arealite.api.errors import ConfigError
 from arealite.api.script import refuse_import, show_errors_briefly
@@ -41,12 +40,11 @@ Sources = dict[str, Tree]
 """Values by the place that they were given in, which an error names; later ones win."""
 
 _ABSENT = object()
-_adapter = functools.cache(TypeAdapter[Any])
 _MAX_DEPTH = 100  # of blocks in blocks
 _HEADER = "# from environment variables: "
+_IN_LISTS = {"missing": "given", "extra_forbidden": "left out"}
+"""Rules of keys of blocks in a list, by the type of pydantic's error; `_key_problems` judges all other keys."""
 _ARTICLES = {"block": "a ", "list": "a ", "number": "a ", "integer": "an "}
-_FROM_ENVIRONMENT = "_from_environment"
-"""Attribute of a loaded config: the keys whose values environment variables brought in."""
 
 
 def load_expr_config(
@@ -59,6 +57,8 @@ def load_expr_config(
     """
     show_errors_briefly()
     refuse_import()
+    if "__dataclass_fields__" in vars(config_cls):
+        raise ConfigError(f"{config_cls.__name__} must be a plain class: got a dataclass. Remove @dataclass above it.")
     config_file, overrides = _split_arguments(argv, config_cls)
     keys = {key.name: key for key in config_keys(config_cls)}
     given = {f"in {config_file}": read_yaml(config_file), "on the command line": read_overrides(overrides)}
@@ -78,9 +78,11 @@ def load_expr_config(
         got = str(error).splitlines()[0]
         message = f"{error.full_key} must refer to keys that exist: got {got}. Correct the ${{...}}."
         raise ConfigError(message) from error
+    if ignore_unknown:
+        _drop_unknown(values, keys)
     config = _validate(config_cls, values, keys, sources)
-    config.validate()
-    vars(config)[_FROM_ENVIRONMENT] = _from_environment(references, values)
+    config.check()
+    config._from_environment = _from_environment(references, values)
     return config, config_file
 
 
@@ -95,11 +97,10 @@ def as_given(config_file: str, overrides: Sequence[str]) -> str:
     return OmegaConf.to_yaml(OmegaConf.merge(*(OmegaConf.create(tree) for tree in trees)))
 
 
-def to_yaml(config: Any) -> str:
+def to_yaml(config: BaseExperimentConfig) -> str:
     """Return the resolved config as YAML that loads to the same config. It may hold secrets: see `masked`."""
-    named = vars(config).get(_FROM_ENVIRONMENT, [])
-    tree = dataclasses.asdict(config)
-    return f"{_HEADER}{' '.join(named)}\n" + OmegaConf.to_yaml(OmegaConf.create(tree))
+    text: str = OmegaConf.to_yaml(OmegaConf.create(config.model_dump()))
+    return f"{_HEADER}{' '.join(config._from_environment)}\n{text}"
 
 
 def masked(text: str) -> Tree:
@@ -203,7 +204,7 @@ def read_overrides(overrides: list[str]) -> Tree:
 def _key_problems(values: Tree, prefix: str, place: str, keys: Keys, *, ignore_unknown: bool) -> Iterator[str]:
     """Yield what is wrong with keys: unknown ones, and plain values in place of blocks and vice versa; drop empty
     blocks. Unknown keys of a script are its own, but for what looks like a typo."""
-    is_open = ignore_unknown and (not prefix or getattr(keys[prefix[:-1]].block, "IS_EXTENDED", False))
+    is_open = ignore_unknown and _is_open(prefix, keys)
     for name, value in list(values.items()):
         key = keys.get(f"{prefix}{name}")
         if key is not None and "." in str(name):  # OmegaConf would keep it beside the block, and nothing would read it
@@ -221,6 +222,22 @@ def _key_problems(values: Tree, prefix: str, place: str, keys: Keys, *, ignore_u
         elif value is not None and not _is_reference(value) and key.is_mapping not in (isinstance(value, dict), None):
             article = _ARTICLES.get(key.type_name.partition(" ")[0], "")
             yield f"{key.name} must be {article}{key.type_name}: got {value!r} {place}. Correct it there."
+
+
+def _is_open(prefix: str, keys: Keys) -> bool:
+    """Tell whether a script may have keys of its own in the block with this prefix."""
+    block = keys[prefix[:-1]].block if prefix else None
+    return not prefix or (block is not None and block.IS_EXTENDED)
+
+
+def _drop_unknown(values: Tree, keys: Keys, prefix: str = "") -> None:
+    """Remove a script's own keys."""
+    for name, value in list(values.items()):
+        key = keys.get(f"{prefix}{name}")
+        if key is None and _is_open(prefix, keys):
+            del values[name]
+        elif key is not None and key.block is not None and isinstance(value, dict):
+            _drop_unknown(value, keys, f"{key.name}.")
 
 
 def _unknown(name: str, value: Any, place: str, keys: Keys) -> Iterator[str]:
@@ -243,27 +260,33 @@ def _resolve(
     config_cls: type[BaseExperimentConfig], sources: Sources, keys: Keys, config_file: str
 ) -> tuple[Tree, Tree]:
     """Lay what was given over the defaults, let keys follow others, and return it with references and without."""
-    given = OmegaConf.merge(*(OmegaConf.create(tree) for tree in sources.values()))
-    raw_given = cast(Tree, OmegaConf.to_container(given))
-    defaults = dataclasses.asdict(config_cls())
+    given = cast(Tree, OmegaConf.to_container(OmegaConf.merge(*map(OmegaConf.create, sources.values()))))
+    defaults = config_cls().model_dump()
     for key in keys.values():
-        is_given = key.block is not None and isinstance(_lookup(raw_given, key.name), dict)
+        is_given = key.block is not None and isinstance(_lookup(given, key.name), dict)
         if is_given and _lookup(defaults, key.name) is None:
-            _lookup(defaults, key.parent)[key.leaf] = dataclasses.asdict(cast(Any, key.block)())
-    merged = OmegaConf.merge(OmegaConf.create(defaults), given)
-    raw_merged = cast(Tree, OmegaConf.to_container(merged))
+            _lookup(defaults, key.parent)[key.leaf] = cast(Any, key.block)().model_dump()
+    tree = _laid_over(defaults, given)
+    absent = {name for name, value in tree.items() if value is None}
     for name, source in config_cls.sources().items():
-        is_given = _lookup(raw_given, name) is not _ABSENT and not _repeats_a_name(sources, name, source)
-        is_block_absent = any(raw_merged[key.partition(".")[0]] is None for key in (name, source))
-        is_left_missing = _lookup(defaults, name) == MISSING and _lookup(raw_given, source) is _ABSENT
+        block, _, leaf = name.rpartition(".")
+        is_given = _lookup(given, name) is not _ABSENT and not _repeats_a_name(sources, name, source)
+        is_block_absent = not absent.isdisjoint(key.partition(".")[0] for key in (name, source))
+        is_left_missing = _lookup(defaults, name) == MISSING and _lookup(given, source) is _ABSENT
         if not (is_given or is_block_absent or is_left_missing):
-            OmegaConf.update(merged, name, f"${{{source}}}", merge=False)
-    raw_merged = cast(Tree, OmegaConf.to_container(merged))
+            _lookup(tree, block)[leaf] = f"${{{source}}}"
     for key in keys.values():
-        if _lookup(raw_merged, key.name) == MISSING:
+        if _lookup(tree, key.name) == MISSING:
             fix = f"Set it in {config_file} or add {key.name}=... to the command."
             raise ConfigError(f"{key.name} must be given: got nothing. {fix} ({key.doc})")
-    return raw_merged, cast(Tree, OmegaConf.to_container(merged, resolve=True, throw_on_missing=True))
+    return tree, cast(Tree, OmegaConf.to_container(OmegaConf.create(tree), resolve=True, throw_on_missing=True))
+
+
+def _laid_over(defaults: Tree, given: Tree) -> Tree:
+    """Return the defaults with what was given in their place, block by block."""
+    tree = defaults | given
+    blocks = [name for name in defaults.keys() & given.keys() if isinstance(given[name], dict)]
+    return tree | {name: _laid_over(defaults[name], given[name]) for name in blocks if isinstance(defaults[name], dict)}
 
 
 def _repeats_a_name(sources: Sources, name: str, source: str) -> bool:
@@ -291,7 +314,7 @@ def _lookup(tree: Tree, name: str) -> Any:
 def _validate(config_cls: type[ConfigT], values: Tree, keys: Keys, sources: Sources) -> ConfigT:
     """Check types and ranges; explain what pydantic found once, not again for keys that follow a wrong one."""
     try:
-        return cast(ConfigT, _adapter(cast(Any, config_cls)).validate_python(values))
+        return config_cls.model_validate(values)
     except ValidationError as error:
         problems = {_key_of(problem, keys): problem for problem in error.errors()}
         lines = []
@@ -300,10 +323,12 @@ def _validate(config_cls: type[ConfigT], values: Tree, keys: Keys, sources: Sour
             source = config_cls.sources().get(name)
             if place is None and source in problems:
                 continue
-            rule = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+            rule = _IN_LISTS.get(problem["type"]) or problem["msg"].removeprefix("Input should be ")
+            rule = rule.removeprefix("Value error, ")
             change = f"Change it {place}." if place else f"It follows {source or 'its default'}; set it itself."
             doc = f" ({keys[name].doc})" if name in keys else ""
-            lines.append(f"{name} must be {rule}: got {problem['input']!r}. {change}{doc}")
+            shown = ".".join(map(str, problem["loc"])) if problem["type"] in _IN_LISTS else name
+            lines.append(f"{shown} must be {rule}: got {problem['input']!r}. {change}{doc}")
         raise ConfigError("\n".join(lines)) from error
 
 

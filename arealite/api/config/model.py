@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from arealite.api.config.schema import MISSING
 from arealite.api.config.types import (
+    MISSING,
     AboveOne,
     Bool,
     ConfigBase,
@@ -23,7 +22,6 @@ from arealite.api.config.types import (
 )
 
 
-@dataclass
 class OptimizerConfig(ConfigBase):
     """AdamW and its learning-rate schedule."""
 
@@ -50,7 +48,6 @@ class OptimizerConfig(ConfigBase):
     """Largest norm of the gradient."""
 
 
-@dataclass
 class MicroBatchSpec(ConfigBase):
     """How a batch is split so that it fits into memory. Never changes the gradient."""
 
@@ -60,7 +57,6 @@ class MicroBatchSpec(ConfigBase):
     """Largest number of tokens in a micro-batch; None is no limit."""
 
 
-@dataclass
 class FSDPWrapPolicy(ConfigBase):
     """Which modules FSDP shards one by one."""
 
@@ -68,7 +64,6 @@ class FSDPWrapPolicy(ConfigBase):
     """Class names; None is what the model declares."""
 
 
-@dataclass
 class FSDPEngineConfig(ConfigBase):
     """How FSDP2 shards the model."""
 
@@ -84,7 +79,6 @@ class FSDPEngineConfig(ConfigBase):
     each rank then keeps the whole float32 gradient."""
 
 
-@dataclass
 class LoRAConfig(ConfigBase):
     """Low-rank adapters, arXiv:2106.09685, by PEFT (`pip install 'arealite[lora]'`): all else is frozen."""
 
@@ -100,7 +94,6 @@ class LoRAConfig(ConfigBase):
     """Save whole models, with merged adapters, instead of adapters in PEFT's format."""
 
 
-@dataclass
 class TrainEngineConfig(RunBlock):
     """A model and how it is trained. Parameters are float32."""
 
@@ -127,13 +120,13 @@ class TrainEngineConfig(RunBlock):
     """Compute logits in float32: exact logprobs under bfloat16, for a slower output layer of twice the memory."""
     disable_dropout: Bool = False
     """Set every dropout of the model to 0."""
-    mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
+    mb_spec: MicroBatchSpec = MicroBatchSpec()
     """How batches are split."""
     optimizer: OptimizerConfig | None = None
     """None is a model that is never trained (a reference)."""
     lora: LoRAConfig | None = None
     """Train low-rank adapters; None trains all weights."""
-    fsdp: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
+    fsdp: FSDPEngineConfig = FSDPEngineConfig()
     """Sharding."""
     seed: NonNegativeInt = 1
     """Seed of random weights and dropout; filled in from the top level."""
@@ -147,7 +140,6 @@ class TrainEngineConfig(RunBlock):
         return is_same and self.optimizer is None and policy.lora is not None
 
 
-@dataclass
 class DPOEngineConfig(TrainEngineConfig):
     """A policy that learns from pairs of answers, or its frozen reference."""
 
@@ -159,7 +151,6 @@ class DPOEngineConfig(TrainEngineConfig):
     """Strength of the pull to the reference: beta of dpo, tau of ipo."""
 
 
-@dataclass
 class RWEngineConfig(TrainEngineConfig):
     """A reward model: a sequence classifier of one label. A language model gets a head that starts at 0."""
 
@@ -167,7 +158,6 @@ class RWEngineConfig(TrainEngineConfig):
     """Weight of (chosen + rejected score)^2 in the loss, which keeps scores near 0 (0.01 in use)."""
 
 
-@dataclass
 class CorrectionConfig(ConfigBase):
     """Factor of the objective that corrects for sampling with other weights: w = proximal / rollout probability."""
 
@@ -185,7 +175,6 @@ class CorrectionConfig(ConfigBase):
     """Upper bound; None is no bound."""
 
 
-@dataclass
 class PPOActorConfig(TrainEngineConfig):
     """The policy and its algorithm. Choices that are null are filled in by `resolve_choices`; docs/algorithms.md."""
 
@@ -260,7 +249,7 @@ class PPOActorConfig(TrainEngineConfig):
     proximal: Literal["recompute", "current", "rollout"] | None = None
     """Policy to clip around: logprobs recomputed before the update, those of the update itself (exact with one
     optimizer step per batch, and a forward pass cheaper), or the server's (no correction). None is rollout."""
-    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    correction: CorrectionConfig = CorrectionConfig()
     """Off-policy correction of the objective."""
     sequence_mask_delta: Positive | None = None
     """Completions with a negative advantage and a mean log(rollout / proximal) above this are left out; None is off."""
@@ -291,7 +280,6 @@ class PPOActorConfig(TrainEngineConfig):
     """Older key: correction.upper of `use_decoupled_loss`."""
 
 
-@dataclass
 class PPOCriticConfig(TrainEngineConfig):
     """The critic: a sequence classifier of one label. A language model gets a head that starts at 0."""
 

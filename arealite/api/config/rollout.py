@@ -1,10 +1,6 @@
 """How completions are sampled, episodes scheduled and servers reached."""
 
-from __future__ import annotations
-
-import dataclasses
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from arealite.api.config.types import (
     Addresses,
@@ -30,7 +26,6 @@ DEFAULT_KEPT_IDS = 512
 """The `top_k` of training with `top_p` or `min_p` alone: servers return no unbounded sets of kept ids."""
 
 
-@dataclass
 class GenerationHyperparameters(ConfigBase):
     """How completions are sampled."""
 
@@ -51,9 +46,9 @@ class GenerationHyperparameters(ConfigBase):
     """Sample from the tokens that are at least this many times as likely as the likeliest one; 0 is all."""
     temperature: Positive = 1.0
     """Divides the logits. For temperature 0 set `greedy: true`."""
-    stop_token_ids: list[NonNegativeInt] = field(default_factory=list)
+    stop_token_ids: list[NonNegativeInt] = []
     """Token ids that end a completion, besides the model's own end token."""
-    stop: list[str] = field(default_factory=list)
+    stop: list[str] = []
     """Texts that end a completion."""
 
     @property
@@ -61,12 +56,7 @@ class GenerationHyperparameters(ConfigBase):
         """Whether each token is sampled from the likeliest ones only, so that logprobs are those over a kept set."""
         return not self.greedy and (self.top_p < 1 or self.top_k < ALL_TOKENS or self.min_p > 0)
 
-    def new(self, **changes: Any) -> GenerationHyperparameters:
-        """Return a copy with some fields changed."""
-        return dataclasses.replace(self, **changes)
 
-
-@dataclass
 class WeightCheckConfig(ConfigBase):
     """How every weight update is verified."""
 
@@ -80,7 +70,6 @@ class WeightCheckConfig(ConfigBase):
     """What the run does after a mismatch."""
 
 
-@dataclass
 class LiteConfig(ConfigBase):
     """The embedded inference server."""
 
@@ -98,7 +87,6 @@ class LiteConfig(ConfigBase):
     """Decode so that a sequence's bits do not depend on its neighbours (slower)."""
 
 
-@dataclass
 class ColocatedConfig(LiteConfig):
     """The embedded server in the trainer's process, on its device."""
 
@@ -106,7 +94,6 @@ class ColocatedConfig(LiteConfig):
     """Hugging Face folder or hub id of the model that is trained."""
 
 
-@dataclass
 class InferenceEngineConfig(FolderBlock):
     """How episodes are scheduled and how requests are sent to servers."""
 
@@ -114,7 +101,7 @@ class InferenceEngineConfig(FolderBlock):
     """Seed from which sampling seeds derive; filled in from the top level."""
     backend: BackendName = "sglang"
     """Protocol of the servers; filled in from `allocation_mode`."""
-    server_addrs: Addresses = field(default_factory=list)
+    server_addrs: Addresses = []
     """host:port of servers that others start and stop; empty uses the servers that register for this run."""
     colocated: ColocatedConfig | None = None
     """Embedded server in the trainer's process, on the actor's parameters; filled in from `allocation_mode`
@@ -174,7 +161,7 @@ class InferenceEngineConfig(FolderBlock):
     drop and count it, or train on it late, which gives up the bound."""
     blocking_call_s: Positive = 1.0
     """Seconds that a workflow may block the event loop before the blocking line is reported."""
-    weight_check: WeightCheckConfig = field(default_factory=WeightCheckConfig)
+    weight_check: WeightCheckConfig = WeightCheckConfig()
     """Verification that the servers hold the trainer's weights."""
     stored_share: Fraction = 1.0
     """Share of the trained episodes whose tokens and texts are stored, chosen by their prompts; of the others
@@ -185,7 +172,6 @@ class InferenceEngineConfig(FolderBlock):
     """Last step of a replay."""
 
 
-@dataclass
 class OnlineConfig(ConfigBase):
     """Sessions that people or other programs open, in place of a data set: `OnlineSessions`."""
 
@@ -200,7 +186,6 @@ class OnlineConfig(ConfigBase):
     Must be less than `rollout.episode_timeout`."""
 
 
-@dataclass
 class AgentConfig(ConfigBase):
     """How an agent that speaks HTTP runs: `AgentWorkflow`."""
 
@@ -224,5 +209,5 @@ class AgentConfig(ConfigBase):
     """Seconds in which a client that left without its answer may come back for it; later the answer is dropped."""
     heartbeat_s: Positive = 10.0
     """Seconds between the bytes that keep a client waiting while it gets nothing else."""
-    online: OnlineConfig = field(default_factory=OnlineConfig)
+    online: OnlineConfig = OnlineConfig()
     """Sessions that others open over HTTP: `OnlineSessions`."""

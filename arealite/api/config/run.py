@@ -2,7 +2,6 @@
 
 import ast
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,14 +25,12 @@ from arealite.api.errors import ConfigError
 _OF_MASTERS = ("arealite.core.workers", "arealite.core.master")
 
 
-@dataclass
 class _TrainingSampling(GenerationHyperparameters):
     """Groups are as large as `GRPOConfig` makes them, from which a class of the script most likely inherits."""
 
     n_samples: PositiveInt = GRPOConfig().gconfig.n_samples
 
 
-@dataclass
 class RunConfig(BaseExperimentConfig):
     """The blocks that an experiment may have; the script's own class judges which it must have, and the keys of others.
 
@@ -42,7 +39,7 @@ class RunConfig(BaseExperimentConfig):
 
     DEFAULTS_FROM: ClassVar[dict[str, str]] = SFTConfig.DEFAULTS_FROM | GRPOConfig.DEFAULTS_FROM
 
-    train_dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(path=""))
+    train_dataset: DatasetConfig = DatasetConfig(path="")
     """Training data; a server or an evaluation has none."""
     actor: PPOActorConfig | None = None
     """The trained model of an experiment with a policy."""
@@ -57,11 +54,11 @@ class RunConfig(BaseExperimentConfig):
     eval_gconfig: GenerationHyperparameters | None = None
     """Sampling of evaluations."""
 
-    def validate(self) -> None:
+    def check(self) -> None:
         names_servers = self.allocation is not None and self.allocation.gen_backend is not None
         if self.rollout is None and (self.gconfig is not None or (self.actor is not None and names_servers)):
             self.rollout = InferenceEngineConfig(consumer_batch_size=self.train_dataset.batch_size)
-        super().validate()
+        super().check()
         self.tokenizer_path = self.tokenizer_path or self.trained[1].path
         if self.rollout is not None and self.gconfig is not None:
             eval_gconfig = self.eval_gconfig or self.gconfig

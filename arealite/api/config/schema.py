@@ -1,17 +1,13 @@
-"""What keys a config class has: found by walking its dataclass fields, explained by the strings under them."""
+"""The keys of a config class: its pydantic fields and those of its blocks, as `--help` and the loader see them."""
 
-import ast
-import dataclasses
-import functools
-import inspect
-import itertools
-import textwrap
 import types
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Union, get_args, get_origin
 
-MISSING = "???"  # the value of a key that the user must give
+from pydantic.fields import FieldInfo
+
+from arealite.api.config.types import MISSING, ConfigBase
 
 
 @dataclass(frozen=True)
@@ -20,9 +16,9 @@ class ConfigKey:
 
     parent: str  # the name of its block; empty at the top level
     leaf: str
-    owner: type
+    owner: type[ConfigBase]
     default: Any
-    block: type | None  # the dataclass of its own keys
+    block: type[ConfigBase] | None  # the class of its own keys
     is_mapping: bool | None  # whether its value has keys; None if it may
     is_optional: bool  # whether null is a value
     type_name: str  # in words
@@ -34,28 +30,29 @@ class ConfigKey:
     @property
     def doc(self) -> str:
         """The string under the field."""
-        return _docs(self.owner).get(self.leaf, "")
+        return " ".join((self.owner.model_fields[self.leaf].description or "").split())
 
 
-def config_keys(config_cls: type, parent: str = "", defaults: Any = None) -> Iterator[ConfigKey]:
+def config_keys(config_cls: type[ConfigBase], parent: str = "", defaults: Any = None) -> Iterator[ConfigKey]:
     """Walk all keys, a block before its own keys; `defaults` is an instance of the class."""
-    hints = get_type_hints(config_cls, include_extras=True)
     defaults = config_cls() if defaults is None else defaults
-    for field in dataclasses.fields(config_cls):
-        options, default = _options(hints[field.name]), getattr(defaults, field.name)
-        classes = (option for option in options if isinstance(option, type))
-        block = next((cls for cls in classes if dataclasses.is_dataclass(cls)), None)
-        kinds = {get_origin(option) is dict for option in options if option is not type(None)}
-        is_mapping = block is not None or (None if len(kinds) == 2 else True in kinds)
-        type_name = " or ".join(_in_words(option) for option in options)
-        is_optional = type(None) in options
-        key = ConfigKey(parent, field.name, config_cls, default, block, is_mapping, is_optional, type_name)
+    for name, field in config_cls.model_fields.items():
+        key = _key(config_cls, parent, name, field, getattr(defaults, name))
         yield key
-        if block is not None:
-            yield from config_keys(block, key.name, default)
+        if key.block is not None:
+            yield from config_keys(key.block, key.name, key.default)
 
 
-def config_help(config_cls: type, words: Collection[str] = ()) -> str:
+def _key(owner: type[ConfigBase], parent: str, name: str, field: FieldInfo, default: Any) -> ConfigKey:
+    options = _options(field.annotation)
+    block = next((option for option in options if _is_block(option)), None)
+    kinds = {get_origin(option) is dict for option in options if option is not type(None)}
+    is_mapping = block is not None or (None if len(kinds) == 2 else True in kinds)
+    type_name = " or ".join(_in_words(option) for option in options)
+    return ConfigKey(parent, name, owner, default, block, is_mapping, type(None) in options, type_name)
+
+
+def config_help(config_cls: type[ConfigBase], words: Collection[str] = ()) -> str:
     """Return name, type, default and explanation of every key, or of those with one of the words in their names."""
     lines = []
     for key in config_keys(config_cls):
@@ -74,6 +71,10 @@ def _options(hint: Any) -> list[Any]:
     return [hint]
 
 
+def _is_block(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, ConfigBase)
+
+
 def _in_words(hint: Any) -> str:
     """Render a type annotation in plain words."""
     words = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "null"}
@@ -83,23 +84,6 @@ def _in_words(hint: Any) -> str:
         return "list of " + " or ".join(_in_words(option) for option in _options(get_args(hint)[0]))
     if get_origin(hint) is dict:
         return "block of any keys"
-    if dataclasses.is_dataclass(hint):
+    if _is_block(hint):
         return "block"
     return " or ".join(str(choice) for choice in get_args(hint)) or str(hint)
-
-
-@functools.cache
-def _docs(config_cls: type) -> dict[str, str]:
-    """Collect the strings under the fields of a class and its bases; the subclass wins. No source, no strings."""
-    docs: dict[str, str] = {}
-    for cls in filter(dataclasses.is_dataclass, reversed(config_cls.__mro__)):
-        try:
-            (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-        except (OSError, TypeError):
-            continue
-        assert isinstance(node, ast.ClassDef)
-        for statement, below in itertools.pairwise(node.body):
-            match statement, below:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
-                    docs[name] = " ".join(doc.split())
-    return docs

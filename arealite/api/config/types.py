@@ -3,46 +3,17 @@
 A validator raises ValueError with what ends the sentence "<key> must be ...".
 """
 
-from __future__ import annotations
-
 import os
 import re
-from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Strict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Strict
 
 from arealite.utils.network import check_address
 
-
-@dataclass
-class ConfigBase:
-    """Base of config classes: numbers are finite, and may stand for text (`trial_name=0`). The loader judges keys."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
-        extra="ignore", coerce_numbers_to_str=True, allow_inf_nan=False
-    )
-    IS_EXTENDED: ClassVar[bool] = False
-    """Whether experiments add keys to this block, which launchers leave to the script."""
-
-
-@dataclass
-class RunBlock(ConfigBase):
-    """A block that names its run."""
-
-    experiment_name: Name = ""
-    """Filled in from the top level."""
-    trial_name: Name = ""
-    """Filled in from the top level."""
-
-
-@dataclass
-class FolderBlock(RunBlock):
-    """A block that knows the folder of its run."""
-
-    fileroot: Folder = ""
-    """Filled in from `cluster.fileroot`."""
+MISSING = "???"
+"""Value of a key that the user must give."""
 
 
 def _refuse_bool(value: object) -> object:
@@ -102,3 +73,35 @@ Fraction = Annotated[float, Ge(0), Le(1), _NUMBER]
 PositiveFraction = Annotated[float, Gt(0), Le(1), _NUMBER]
 HalfOpenFraction = Annotated[float, Ge(0), Lt(1), _NUMBER]
 OpenFraction = Annotated[float, Gt(0), Lt(1), _NUMBER]
+
+
+class ConfigBase(BaseModel):
+    """Base of config classes: numbers are finite, and may stand for text (`trial_name=0`); unknown keys are refused."""
+
+    model_config = ConfigDict(
+        extra="forbid", use_attribute_docstrings=True, coerce_numbers_to_str=True, allow_inf_nan=False
+    )
+    IS_EXTENDED: ClassVar[bool] = False
+    """Whether experiments add keys to this block, which launchers leave to the script."""
+
+    def new(self, **changes: Any) -> Self:
+        """Return a copy with some fields changed; blocks are shared with the original."""
+        if unknown := changes.keys() - type(self).model_fields.keys():
+            raise TypeError(f"{type(self).__name__} must have the fields to change: got {', '.join(sorted(unknown))}.")
+        return self.model_copy(update=changes)
+
+
+class RunBlock(ConfigBase):
+    """A block that names its run."""
+
+    experiment_name: Name = ""
+    """Filled in from the top level."""
+    trial_name: Name = ""
+    """Filled in from the top level."""
+
+
+class FolderBlock(RunBlock):
+    """A block that knows the folder of its run."""
+
+    fileroot: Folder = ""
+    """Filled in from `cluster.fileroot`."""

@@ -1,6 +1,5 @@
 """Worker groups of Core: which roles have processes of their own, and how many."""
 
-from dataclasses import dataclass, field
 from typing import Literal
 
 from arealite.api.config.types import ConfigBase, NonNegativeInt, Positive, PositiveInt
@@ -8,7 +7,6 @@ from arealite.api.config.types import ConfigBase, NonNegativeInt, Positive, Posi
 Strategy = Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"]
 
 
-@dataclass
 class RoleConfig(ConfigBase):
     """The workers of one role. A role that says nothing lies with the first one, as in a script of ranks."""
 
@@ -22,7 +20,6 @@ class RoleConfig(ConfigBase):
     """CPU threads of each worker; None shares the cores out, as the launcher does for ranks."""
 
 
-@dataclass
 class RolloutWorkersConfig(ConfigBase):
     """Processes that run the training episodes of a declared graph."""
 
@@ -30,21 +27,20 @@ class RolloutWorkersConfig(ConfigBase):
     """How many, on any nodes; 0 is the master itself, which always keeps the account and runs evaluations."""
 
 
-@dataclass
 class WorkersConfig(ConfigBase):
     """Groups of workers on Ray, which a master tells what to do."""
 
-    actor: RoleConfig = field(default_factory=RoleConfig)
+    actor: RoleConfig = RoleConfig()
     """The policy."""
-    critic: RoleConfig = field(default_factory=RoleConfig)
+    critic: RoleConfig = RoleConfig()
     """The critic."""
-    ref: RoleConfig = field(default_factory=RoleConfig)
+    ref: RoleConfig = RoleConfig()
     """The reference."""
-    teacher: RoleConfig = field(default_factory=RoleConfig)
+    teacher: RoleConfig = RoleConfig()
     """The teacher of a distillation."""
-    model: RoleConfig = field(default_factory=RoleConfig)
+    model: RoleConfig = RoleConfig()
     """The model of an experiment without reinforcement learning."""
-    rollout: RolloutWorkersConfig = field(default_factory=RolloutWorkersConfig)
+    rollout: RolloutWorkersConfig = RolloutWorkersConfig()
     """Episodes."""
     call_timeout: Positive = 7200.0
     """Seconds that a call may take before its group counts as lost."""

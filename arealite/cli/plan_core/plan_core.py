@@ -19,7 +19,6 @@ from arealite.api.cli_args import (
 )
 from arealite.api.config.checks import require
 from arealite.api.config.loader import given_value
-from arealite.api.config.types import ConfigBase
 from arealite.api.run_folder import RunFolder
 from arealite.cli.plan_core import prediction
 from arealite.cli.plan_core.prediction import Cost, Interval, Layout, Measurement
@@ -82,7 +81,9 @@ def plan_core(config_file: str, overrides: Sequence[str], run_folders: Sequence[
     rows = named | {str(number): one for number, one in enumerate(found[:_NUM_SHOWN], start=1)}
     console.print(_table(rows, shares, runs[0]))
     console.print("\n".join(_remarks(found, shares, prices[middle], runs[0], assumed)), soft_wrap=True)
-    block = yaml.safe_dump({"workers": _said(found[0].workers)}, default_flow_style=None, sort_keys=False)
+    block = yaml.safe_dump(
+        {"workers": found[0].workers.model_dump(exclude_defaults=True)}, default_flow_style=None, sort_keys=False
+    )
     console.print(f"\n{block}", end="", markup=False, soft_wrap=True)
     return 0
 
@@ -155,10 +156,3 @@ def _remarks(
         yield f"What part of {listed(assumed)} is serial is assumed: the costs have one number of ranks. Add others."
         for index, share in enumerate(shares):
             yield f"If {share:.0%} is serial, the best is {min(found, key=lambda one: one.rank(index))}."
-
-
-def _said(block: ConfigBase) -> dict[str, Any]:
-    """Return what a block of a config says that is no default."""
-    defaults = vars(type(block)())
-    said = {key: value for key, value in vars(block).items() if value != defaults[key]}
-    return {key: _said(value) if isinstance(value, ConfigBase) else value for key, value in said.items()}

@@ -8,7 +8,7 @@ import copy
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, linear_regression, median
 from typing import Any
@@ -216,6 +216,6 @@ def _workers(wishes: WorkersConfig, partition: Sequence[Sequence[str]], ranks: S
     """Return the block: the first role of a group has its ranks, threads and strategy."""
     blocks: dict[str, Any] = {}
     for (owner, *others), num_ranks in zip(partition, ranks):
-        blocks[owner] = replace(getattr(wishes, owner), ranks=num_ranks, share=None)
+        blocks[owner] = getattr(wishes, owner).new(ranks=num_ranks, share=None)
         blocks |= {role: RoleConfig(share=owner) for role in others}
-    return replace(wishes, **blocks)
+    return wishes.new(**blocks)

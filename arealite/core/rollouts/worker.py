@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import dataclasses
 import os
 import traceback
 from collections.abc import Callable, Coroutine, Mapping
@@ -66,7 +65,7 @@ class _Client(RemoteInferenceEngine):
     """Samples from the servers that the master shows; its executor only lends it an event loop."""
 
     def __init__(self, config: InferenceEngineConfig, secret: str | None) -> None:
-        super().__init__(dataclasses.replace(config, fileroot=""))
+        super().__init__(config.new(fileroot=""))
         self._changed = asyncio.Event()
         self._executor = RolloutExecutor(self.config, self)
         self.loop = self._executor.loop

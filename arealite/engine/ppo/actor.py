@@ -10,7 +10,6 @@ global batch.
 
 # B rows of this rank, A answers of this rank, S of all ranks, T padded tokens, N packed tokens
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -349,6 +348,6 @@ class FSDPPPOActor(FSDPEngine, PPOActor):
     def __init__(
         self, config: PPOActorConfig, loss_fn: TokenLossFn | None = None, advantage_fn: AdvantageFn | None = None
     ) -> None:
-        config = dataclasses.replace(config, disable_dropout=True)
+        config = config.new(disable_dropout=True)
         FSDPEngine.__init__(self, config)
         PPOActor.__init__(self, config, engine=self, loss_fn=loss_fn, advantage_fn=advantage_fn)

@@ -6,7 +6,6 @@ is read at token t - 1. The head starts at 0 unless the checkpoint is a sequence
 
 # B rows of this rank, T padded tokens, N packed tokens
 
-import dataclasses
 import functools
 
 import torch
@@ -96,6 +95,6 @@ class FSDPPPOCritic(FSDPEngine, PPOCritic):
     config: PPOCriticConfig
 
     def __init__(self, config: PPOCriticConfig) -> None:
-        config = dataclasses.replace(config, disable_dropout=True)
+        config = config.new(disable_dropout=True)
         FSDPEngine.__init__(self, config, has_value_head=True)
         PPOCritic.__init__(self, config, engine=self)

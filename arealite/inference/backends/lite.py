@@ -1,7 +1,6 @@
 """Our embedded server `arealite.server`: SGLang's protocol, with fingerprints, deadlines, counts of stale tokens, and
 buckets of several senders."""
 
-import dataclasses
 from typing import Any
 
 from arealite.inference.backends.base import Bucket, MismatchError, Sent, described
@@ -57,7 +56,7 @@ LITE = ServerKind(
     backend=LiteBackend,
     module="arealite.server",
     package=None,
-    block=lambda config: dataclasses.asdict(config.lite),
+    block=lambda config: config.lite.model_dump(),
     model_flag="model_path",
     seed_flag="seed",
     gpus_flag="",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import re
@@ -135,11 +134,14 @@ def test_nothing_given_is_plain_ppo_without_a_group_statistic() -> None:
         ({"use_decoupled_loss": False}, {"proximal": "rollout", "correction": CorrectionConfig(action="none")}),
         (
             {"use_decoupled_loss": True, "recompute_logprob": True},
-            {"proximal": "recompute", "correction": CorrectionConfig("mask", "token", "ratio")},
+            {"proximal": "recompute", "correction": CorrectionConfig(action="mask", level="token", metric="ratio")},
         ),
         (
             {"use_decoupled_loss": True, "behav_imp_weight_cap": 5.0},
-            {"proximal": "recompute", "correction": CorrectionConfig("mask", "token", "ratio", upper=5.0)},
+            {
+                "proximal": "recompute",
+                "correction": CorrectionConfig(action="mask", level="token", metric="ratio", upper=5.0),
+            },
         ),
     ],
 )
@@ -312,7 +314,7 @@ def test_resolving_is_final_and_keeps_what_is_given(picks: dict[str, int], is_gr
     choices = {key: VALUES[key][pick % len(VALUES[key])] for key, pick in picks.items()}
     defaults = GRPO_DEFAULTS if is_grpo else {}
     config = actor(**choices)
-    before = dataclasses.replace(config, correction=dataclasses.replace(config.correction))
+    before = config.model_copy(deep=True)
     try:
         resolved = resolve_choices(config, defaults)
     except ConfigError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -151,14 +150,12 @@ def test_a_reference_that_a_policy_with_adapters_contains_is_none(config: BaseEx
     assert not config.has_reference
 
 
-@dataclass
 class Judged(GRPOConfig):
     """A class of a script, whose key `critic` is no block of ours."""
 
     critic: str = "http://judge"
 
 
-@dataclass
 class Acted(SFTConfig):
     """A class of a script, whose key `actor` is no block of ours."""
 

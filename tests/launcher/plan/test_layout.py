@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +159,7 @@ def test_each_role_has_one_group_that_has_the_ranks_of_its_owner(
     ranks: dict[str, int | None], hosts: dict[str, str | None]
 ) -> None:
     wishes = {role: RoleConfig(ranks=ranks[role], share=hosts.get(role)) for role in ranks}
-    config = replace(LARGE, workers=WorkersConfig(**wishes))
+    config = LARGE.new(workers=WorkersConfig(**wishes))
     try:
         layout = make_layout(config)
     except ConfigError:

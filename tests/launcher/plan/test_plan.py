@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -130,8 +129,8 @@ def test_refusals(mode, nodes, gpus, told):
 )
 def test_no_device_is_given_twice(servers, size, ranks, nodes, gpus):
     try:
-        cluster = replace(CONFIG.cluster, n_nodes=nodes, n_gpus_per_node=gpus)
-        plan = make_plan(replace(CONFIG, allocation_mode=f"sglang.d{servers}t{size}+d{ranks}", cluster=cluster))
+        cluster = CONFIG.cluster.new(n_nodes=nodes, n_gpus_per_node=gpus)
+        plan = make_plan(CONFIG.new(allocation_mode=f"sglang.d{servers}t{size}+d{ranks}", cluster=cluster))
     except ConfigError:
         full = servers * size + ranks > nodes * gpus
         assert full or size > gpus or gpus % size != 0, "only fragments may keep a plan from fitting"

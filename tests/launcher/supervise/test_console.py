@@ -262,7 +262,7 @@ def test_lines_scroll_above_the_bar_and_the_log_has_no_frames(tmp_path):
     written = on_terminal(command, cwd=tmp_path, env=environment).decode()
     assert "\x1b[2mlauncher |\x1b[0m" in written and "rollout" in written and "2/4" in written
     told = [text for step in range(4) for text in (f"log {step}", f"print {step}", f"step {step}/4")]
-    expected = ["terminal False False 101", *told, "done: runs/e/t/report.html"]
+    expected = ["terminal False False 101", *told, f"done: {tmp_path}/runs/e/t/report.html"]
     seen = [line.split(" | ")[0] for line in screen(written.replace("\r\n", "\n\r"))]
     assert seen[1:] == expected and seen[0] == "launcher"
     log = (tmp_path / "runs" / "e" / "t" / "logs" / "trainer-0.log").read_text().splitlines()

@@ -98,7 +98,7 @@ def test_what_is_unknown_stays_so_and_nothing_is_too_large(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("change", [{"fileroot": ""}, {"stored_share": 0.0}, {"replay_from": "runs/e/t"}])
 def test_runs_that_store_no_updates(change: dict[str, Any]) -> None:
-    assert is_stored(CONFIG) and not is_stored(InferenceEngineConfig(**(vars(CONFIG) | change)))
+    assert is_stored(CONFIG) and not is_stored(CONFIG.new(**change))
 
 
 def test_what_was_not_trained_on_has_no_update_and_what_another_batch_left_is_no_part_of_one() -> None:
