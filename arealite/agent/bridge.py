@@ -1,9 +1,9 @@
-"""From messages to token ids and back, without ever encoding what was sampled again.
+"""Converts messages to token ids and back without re-encoding sampled tokens.
 
-The prompt of a turn is the tokens of the turn that it continues and what follows them. What follows is found by
-rendering the conversation as text with each answer put back as it was sampled. If the template rewrites history, the
-policy `history` decides: `keep` appends what the template writes after a dummy answer, so that the model sees what it
-sampled; `template` begins a branch with what the template writes, as stock servers do.
+The prompt of a turn is the tokens of its parent turn plus new tokens, found by rendering the conversation as text with
+each answer put back as sampled. If the template rewrites history, the policy `history` decides: `keep` appends what the
+template writes after a dummy answer, so that the model sees its own tokens; `template` starts a branch with what the
+template writes, as stock servers do.
 """
 
 import contextlib
@@ -17,26 +17,26 @@ from arealite.api.io_struct import ModelResponse
 from arealite.chat.text import Message, texts_of
 from arealite.workflow.conversation import ChatModel
 
-_JOINER = "\u200b"  # a space of no width: breaks up the text of a control token
+_JOINER = "\u200b"  # zero-width space: breaks up the text of a control token
 
 
 @dataclass(eq=False)
 class NextPrompt:
-    """What the model is asked next."""
+    """The next prompt of the model."""
 
     ids: list[int]
     text: str
-    """What the ids stand for, except for ends of answers: there the template's, where the model sampled another."""
+    """Text of the ids, with the template's end of an answer where the model sampled another."""
     parent: Turn | None
-    """The turn whose tokens the ids begin with."""
+    """Turn whose tokens are a prefix of the ids."""
     branch: Literal["edited", "template", "tools"] | None
-    """Why the ids do not continue the newest turn of the conversation."""
+    """Reason why the ids do not continue the newest turn of the conversation."""
     counts: Counter[str] = field(default_factory=Counter, repr=False)
     """Of the run."""
 
 
 class Bridge(ChatModel):
-    """Writes prompts and reads answers for agents. Its methods compute for milliseconds; call them off the loop."""
+    """Builds prompts and parses answers for agents. Its methods take milliseconds; call them off the event loop."""
 
     def __init__(
         self,
@@ -53,9 +53,9 @@ class Bridge(ChatModel):
     def prompt(
         self, run: Run, messages: list[Message], tools: list[Any] | None, *, parent: Turn | None = None
     ) -> NextPrompt:
-        """Return the prompt of a whole conversation; `parent` is the turn that it continues, if that is known.
+        """Return the prompt of a whole conversation; `parent` is the turn that it continues, if known.
 
-        Raises ValueError, with a reason for the client, if the template refuses the messages or drops one of them.
+        Raises ValueError, with a reason for the client, if the template rejects the messages or drops one of them.
         """
         with self.lock:
             if parent is None or not continues(parent, messages):
@@ -68,7 +68,7 @@ class Bridge(ChatModel):
             return prompt
 
     def parse(self, response: ModelResponse, prompt: NextPrompt, tools: list[Any] | None) -> tuple[str, Message]:
-        """Return what was sampled as text, and the message that the client is given."""
+        """Return the sampled text and the message for the client."""
         with self.lock:
             return self.read(response, prompt.text, tools, prompt.counts)
 
@@ -87,7 +87,7 @@ class Bridge(ChatModel):
         return NextPrompt(parent.ids + ids, parent.text + text, parent, None, run.counts)
 
     def _candidates(self, parent: Turn, messages: list[Message], tools: list[Any] | None) -> Iterator[str]:
-        """Yield the conversation as the template writes it, each answer as it was sampled or as it was read."""
+        """Yield the rendered conversation, with each answer as sampled, then as parsed."""
         turns = {len(turn.messages): turn for turn in parent.path}
 
         def sampled(turn: Turn, opening: str) -> Message:
@@ -96,11 +96,11 @@ class Bridge(ChatModel):
         openings = ["", self.chat.opening] if self.chat.opening else [""]
         forms = [{at: sampled(turn, opening) for at, turn in turns.items()} for opening in openings]
         for answers in [*forms, {at: turn.message for at, turn in turns.items()}]:
-            with contextlib.suppress(ValueError):  # such as a template that wants a call before a tool's result
+            with contextlib.suppress(ValueError):  # for example, a template may require a call before a tool's result
                 yield self.chat.render([answers.get(at, message) for at, message in enumerate(messages)], tools)
 
     def _continued(self, run: Run, parent: Turn, rest: str, new: list[Message]) -> NextPrompt | None:
-        """Append to a turn's tokens the text that follows its answer, if it can be what follows."""
+        """Append the text after a turn's answer to the turn's tokens; None if it can't follow them."""
         ids = self.chat.append(self.end_of(parent.response), rest)
         if ids is None or self.chat.hidden(new, rest) is not None:
             return None
@@ -112,7 +112,7 @@ class Bridge(ChatModel):
         return NextPrompt(self.chat.encode(text), text, None, branch, run.counts)
 
     def _plain(self, run: Run, messages: list[Message], parent: Turn | None) -> list[Message]:
-        """Count control tokens in new messages of others, and break them up everywhere if that is the policy."""
+        """Count control tokens in messages that the model did not write, and break them up if the policy says so."""
         num_known = len(parent.conversation) if parent else 0
         plain = [one if one["role"] == "assistant" else self._without_control(one) for one in messages]
         run.counts["special_text"] += sum(
@@ -121,7 +121,7 @@ class Bridge(ChatModel):
         return plain if self.special_text == "break" else messages
 
     def _without_control(self, message: Message) -> Message:
-        """Return the message itself, or a copy in which the texts of control tokens are broken up."""
+        """Return the message, or a copy with the texts of control tokens broken up."""
         content = message.get("content")
         found = [text for text in self.chat.special.values() if any(text in one for one in texts_of(message))]
         for text in found:

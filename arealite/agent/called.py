@@ -1,4 +1,4 @@
-"""What a worker process calls in place of a plain function that is an agent. Imports next to nothing."""
+"""The callable that a worker process runs for an agent that is a plain function. Imports next to nothing."""
 
 import json
 import os
@@ -12,7 +12,7 @@ _TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Called:
-    """Runs one call of the agent at a time, and posts its reward, which may be no number."""
+    """Calls the agent once at a time and posts its reward, which need not be a number."""
 
     function: Callable[..., Any]
 

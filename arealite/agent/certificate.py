@@ -1,7 +1,7 @@
-"""The chat-template certificate of agents: short conversations through the bridge, and what becomes of their tokens.
+"""The chat-template certificate of agents: how the bridge treats the tokens of short conversations.
 
-A column is a kind of conversation. What the model says in it is what the template itself would write for such an
-answer, with JSON in a style of its own.
+A column is a kind of conversation. The model's answers in it are what the template would write, with JSON in another
+style.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ OUTCOMES: dict[Outcome, str] = {
     "refuses": "the template refuses such messages",
     "-": "calls of tools can't be read",
 }
-COLUMNS: dict[str, tuple[str, ...]] = {  # what the model does, then what follows it
+COLUMNS: dict[str, tuple[str, ...]] = {  # actions of the model, each followed by the role that answers
     "answer, user": ("answer", "user", "answer", "user"),
     "tool cycle": ("call", "tool", "call", "tool", "answer"),
     "tools, 2nd user": ("call", "tool", "answer", "user", "answer", "user"),
@@ -47,7 +47,7 @@ _TOOL = get_json_schema(look_up)
 
 
 def certify_turns(tokenizer: Any, *, enable_thinking: bool) -> dict[str, Outcome]:
-    """Return, for each kind of conversation, what becomes of the tokens of its turns.
+    """Return the outcome of each kind of conversation.
 
     Raises ValueError if the template can't write plain questions and answers.
     """
@@ -65,7 +65,7 @@ def certify_turns(tokenizer: Any, *, enable_thinking: bool) -> dict[str, Outcome
 
 
 def by_mode(tokenizer: Any) -> Iterator[tuple[str, dict[str, Outcome]]]:
-    """Yield the certificate by thinking mode; one row, without a name, if the modes are alike."""
+    """Yield the certificate by thinking mode; one row without a name if both modes are equal."""
     off, on = (certify_turns(tokenizer, enable_thinking=one) for one in (False, True))
     yield from [("", off)] if off == on else [("without thinking", off), ("thinking", on)]
 
@@ -85,7 +85,7 @@ def _outcome(bridge: Bridge, steps: Sequence[str]) -> Outcome:
 
 
 def _as_read(bridge: Bridge) -> Outcome:
-    """Whether a call that was read is written as it was sampled."""
+    """Return whether the template writes a parsed call as it was sampled."""
     turn = _turn(bridge, Run(), [_ASKED], [_TOOL], "call")
     result = {"role": "tool", "content": "Page 1.", "tool_call_id": "call00000", "name": "look_up"}
     try:
@@ -108,7 +108,7 @@ def _turn(bridge: Bridge, run: Run, messages: list[Message], tools: list[Any] | 
 
 
 def says(bridge: Bridge, prompt_text: str, does: str, tools: list[Any] | None) -> tuple[str, int | None]:
-    """Return what a model samples when it answers or calls, and the special token that ends it, if it has one."""
+    """Return the text of an answer or a call as a model would sample it, and its special end token, if any."""
     chat, parser = bridge.chat, bridge.parser
     message: Message = {"role": "assistant", "content": "It is there."}
     if does == "call" and parser.reads_calls:

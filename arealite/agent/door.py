@@ -1,8 +1,9 @@
-"""Where people and programs open sessions: `POST /sessions`, `/sessions/{id}/reward`, `/sessions/{id}/end`.
+"""The endpoints that open sessions: `POST /sessions`, `/sessions/{id}/reward`, `/sessions/{id}/end`.
 
-Sessions of one task are a group, a group is an episode. Invariants: a session that is open belongs to an episode that
-runs, so nobody waits; who can't be taken now is told so at the door (429), never later; a session ends once, and is
-dropped when it is idle, when its group's time is up, or with its episode. All state is the proxy's loop's.
+Sessions of one task form a group, and a group is an episode. Invariants: an open session belongs to a running episode,
+so no client waits; a session that can't start now is refused at once (429), never later; a session ends once, and is
+dropped when it is idle, when its group's deadline has passed, or with its episode. All state belongs to the proxy's
+loop.
 """
 
 import asyncio
@@ -29,8 +30,8 @@ from arealite.utils.secret import is_authorized, refusal
 logger = logging.getLogger("arealite.agent")
 
 _RETRY_AFTER_S = 5
-_BEGIN_S = 30.0  # from an episode's admission to its first line; more is an event loop that does not turn
-_NUM_KNOWN = 100_000  # sessions whose end is remembered
+_BEGIN_S = 30.0  # from the admission of an episode to its start; longer means a blocked event loop
+_NUM_KNOWN = 100_000  # ended sessions that are remembered
 _NOT_YET = object()
 _MAX_TASK_CHARACTERS = 256
 
@@ -39,11 +40,11 @@ Admit = Callable[[dict[str, Any]], Future[bool]]
 
 @dataclass(eq=False)
 class Visit:
-    """A place in a group that somebody has taken."""
+    """A taken place in a group."""
 
     key: str
     group: "Group"
-    session: Session | None  # None when its group has ended
+    session: Session | None  # None once its group has ended
     began_s: float
     reward: Any = _NOT_YET
     num_turns: int = 0
@@ -69,7 +70,7 @@ class Group:
 
 
 class Door(Proxy):
-    """The proxy of sessions that others open."""
+    """The proxy of sessions that external clients open."""
 
     def __init__(
         self, config: OnlineConfig, secret: str, admit: Admit, *, num_samples: int, heartbeat_s: float
@@ -89,7 +90,7 @@ class Door(Proxy):
     # Called by the episode of a group
 
     async def run(self, group: Group, sessions: list[Session]) -> list[tuple[Session, Any]]:
-        """Serve a group until it is complete or its time is up; return what was rewarded, in order of opening."""
+        """Serve a group until it is complete or its deadline has passed; return rewarded sessions in opening order."""
         loop = asyncio.get_running_loop()
         deadline_s = time.monotonic() + self.config.deadline_s
         group.places = sessions[::-1]
@@ -116,7 +117,7 @@ class Door(Proxy):
                 visit.session = None
 
     def _idle_from(self, visit: Visit, now: float) -> float:
-        """Return when a session counts as idle, unless something happens."""
+        """Return the time at which a session without activity counts as idle."""
         assert visit.session is not None
         last_s = now if visit.session.num_busy else max(visit.began_s, visit.session.last_seen_s)
         return last_s + self.config.idle_s
@@ -138,7 +139,7 @@ class Door(Proxy):
         if task_id is not None and not (isinstance(task_id, str) and 0 < len(task_id) <= _MAX_TASK_CHARACTERS):
             limits = f"1 to {_MAX_TASK_CHARACTERS} characters"
             raise RefusedError(f"task_id must be a string of {limits}: got {task_id!r:.60}. Leave it out for none.")
-        # A client that leaves must not leave an episode without a session behind.
+        # A client that disconnects must not leave an episode without a session.
         visit = await asyncio.shield(asyncio.ensure_future(self._visit(task_id)))
         if visit is None or visit.session is None:
             self.counts["refused"] += 1
@@ -150,7 +151,7 @@ class Door(Proxy):
         return web.json_response({"id": visit.id, **keys, "base_url": base_url}, status=201)
 
     async def _visit(self, task_id: str | None) -> Visit | None:
-        """Take a place in the group of a task, or in a new one; None if no episode may start now."""
+        """Take a place in the group of a task or in a new group; None if no episode may start now."""
         async with self._one_by_one:
             group = self._groups.get(task_id) if task_id is not None else None
             if group is None or not group.places:
@@ -175,7 +176,7 @@ class Door(Proxy):
                 return None
             async with asyncio.timeout(_BEGIN_S):
                 await group.begun.wait()
-        except Exception as error:  # what ends the run, or the episode was dropped before it began
+        except Exception as error:  # an error that ends the run, or an episode dropped before its start
             logger.info("a session can't be opened: %s", error)
             group.is_over = True
             return None
@@ -214,7 +215,7 @@ class Door(Proxy):
         return web.json_response({"turns": visit.num_turns, "is_rewarded": visit.reward not in (_NOT_YET, None)})
 
     def _found(self, request: web.Request) -> Visit:
-        """Return the session of a request that shows its key or the run's secret. Raises RefusedError."""
+        """Return the session of a request with its key or the run's secret. Raises RefusedError."""
         header = request.headers.get("Authorization")
         visit = self._visits.get(request.match_info["id"])
         if not is_authorized(header, self._secret) and not (visit and is_authorized(header, visit.key)):

@@ -3,8 +3,8 @@
     sessions = OnlineSessions(gconfig, tokenizer, RunFolder(config.rollout).path, config=config.agent)
     batch = rollout.prepare_batch(sessions, sessions)
 
-Every session is part of an episode: staleness, capacity, ledger and audit are those of any other run. What was open
-when a run was killed is issued again after the restart, and rejected as `gone`: nobody can ask those clients back.
+Every session is part of an episode: staleness, capacity, ledger and audit work as in any other run. Sessions that were
+open when a run was killed are issued again after the restart and rejected as `gone`, as their clients have left.
 """
 
 import asyncio
@@ -31,10 +31,10 @@ logger = logging.getLogger("arealite.agent")
 
 
 class OnlineSessions(RolloutWorkflow, OutsideRows):
-    """Dataloader and workflow at once; listens from the first `prepare_batch` on, on global rank 0.
+    """Dataloader and workflow in one; listens on global rank 0 from the first `prepare_batch` on.
 
-    A group is up to `gconfig.n_samples` sessions of one `task_id`, or one session without any. It is complete when all
-    have ended, or after `online.deadline_s`; sessions that ended with a reward are trained on.
+    A group is up to `gconfig.n_samples` sessions of one `task_id`, or one session without a task. It is complete when
+    all have ended, or after `online.deadline_s`; sessions that ended with a reward are trained on.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class OnlineSessions(RolloutWorkflow, OutsideRows):
         config: AgentConfig | None = None,
         enable_thinking: bool = False,
     ) -> None:
-        """The run's secret, which opens sessions, is kept in `run_folder`."""
+        """`run_folder` holds the run's secret, which opens sessions."""
         self.gconfig, self.tokenizer, self.config = gconfig, tokenizer, config or AgentConfig()
         self.turn_discount = turn_discount
         self._run_folder = run_folder
@@ -56,7 +56,7 @@ class OnlineSessions(RolloutWorkflow, OutsideRows):
 
     @property
     def address(self) -> str:
-        """Where sessions are opened, on this node."""
+        """The address at which sessions are opened."""
         assert self._door is not None, "prepare_batch opens the door"
         return self._door.address
 
@@ -77,14 +77,14 @@ class OnlineSessions(RolloutWorkflow, OutsideRows):
         return {"prompt_id": prompt_id}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the ledger knows which sessions there were."""
+        """Return an empty state: the ledger records the sessions."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Do nothing: see `state_dict`."""
 
     def metrics(self) -> dict[str, float]:
-        """Return how many sessions were opened, refused, ended and dropped since the start (rank 0), and are open."""
+        """Return the numbers of sessions opened, refused, ended and dropped since the start, and open now (rank 0)."""
         if self._door is None:
             return {}
         counts = {name: self._door.counts[name] for name in ("opened", "refused", "ended", "dropped", "unusable")}
@@ -92,13 +92,13 @@ class OnlineSessions(RolloutWorkflow, OutsideRows):
         return {f"agent/sessions_{name}": float(count) for name, count in counts.items()}
 
     def close(self) -> None:
-        """Open no more sessions, and end those that are open."""
+        """End all sessions and refuse new ones."""
         if self._door is not None:
             self._door.close()
         self._model.tokenizing.shutdown()
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict:
-        """Serve the sessions of one group to their end."""
+        """Serve the sessions of one group until they end."""
         group: Group | None = data.get("group")
         if self._door is None or group is None or group.is_over:
             raise AbandonedError("gone")
@@ -119,7 +119,7 @@ class OnlineSessions(RolloutWorkflow, OutsideRows):
         return concat_padded_tensors(rows)
 
     async def _rows(self, session: Session, reward: Any, place: int) -> TensorDict | None:
-        """Return the rows of a session, or None for one that can't be trained on."""
+        """Return the rows of a session, or None if it can't be trained on."""
         try:
             return await session.tokenized(rows_of, session, reward, place, self.turn_discount)
         except (AgentError, TrajectoryError) as error:

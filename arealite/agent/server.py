@@ -1,8 +1,8 @@
-"""The proxy: an HTTP server, in an event loop of its own, that agents take for OpenAI's or Anthropic's.
+"""The proxy: an HTTP server with its own event loop that speaks the protocols of OpenAI and Anthropic.
 
-A run has a key, shown as bearer token, `x-api-key` or in the path (`/s/<key>/v1`). While an answer takes long, bytes
-that every client ignores keep its connection alive. Status: 400 when the client must change its request, or the run is
-over a limit; 401 without the key of a run; 409 after the run's end. No client is ever asked to come back.
+A run has a key, sent as bearer token, `x-api-key` or in the path (`/s/<key>/v1`). Bytes that clients ignore keep the
+connection alive during long answers. Status: 400 if the request is wrong or the run is over a limit, 401 without the
+key of a run, 409 after the end of the run. No status asks the client to retry.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ logger = logging.getLogger("arealite.agent")
 MAX_BODY_BYTES = 64 * 2**20
 _CHAT, _COMPLETIONS, _RESPONSES, _MESSAGES = Chat(), Completions(), Responses(), Messages()
 _WIRES = {"chat/completions": _CHAT, "completions": _COMPLETIONS, "responses": _RESPONSES, "messages": _MESSAGES}
-_PREFIXES = ("/v1", "/v1/v1", "/s/{key}/v1", "/s/{key}/v1/v1")  # Anthropic's package adds a /v1 of its own
-_NUM_ENDED = 100_000  # runs whose late requests are recognised
+_PREFIXES = ("/v1", "/v1/v1", "/s/{key}/v1", "/s/{key}/v1/v1")  # Anthropic's package adds a second /v1
+_NUM_ENDED = 100_000  # ended runs whose late requests get 409
 _NEVER_AGAIN = {"x-should-retry": "false"}
 _CLOSE_S = 5.0
 _Handle = Callable[[web.Request, Wire], Awaitable[web.StreamResponse]]
@@ -39,14 +39,14 @@ _LATE = "requests must come before the end of their run: got a later one. Make a
 
 
 class Proxy:
-    """Serves the runs that are open, until closed."""
+    """Serves open runs until closed."""
 
     def __init__(
         self, *, heartbeat_s: float, host: str = "127.0.0.1", port: int = 0, more: Mapping[str, _Handle] | None = None
     ) -> None:
-        """`more` answers POST at further paths."""
+        """`more` handles POST requests at further paths."""
         self._heartbeat_s = heartbeat_s
-        self._sessions: dict[str, tuple[Session, bool]] = {}  # by key, and whether what it samples is trained on
+        self._sessions: dict[str, tuple[Session, bool]] = {}  # session by key, and whether its samples are trained on
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._told: set[str] = set()
         app = web.Application(client_max_size=MAX_BODY_BYTES)
@@ -64,14 +64,14 @@ class Proxy:
         self.port = self.loop.run(self._server.start(host, port))
         here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         self.address = f"http://{f'[{here}]' if ':' in here else here}:{self.port}"
-        """As processes of this node reach it."""
+        """URL for processes of this node."""
 
     async def open(self, session: Session) -> None:
-        """Serve a run; called in the loop of its episode."""
+        """Start serving a run; called in the event loop of its episode."""
         await asyncio.wrap_future(self.loop.submit(self._open(session)))
 
     async def end(self, session: Session) -> None:
-        """Serve a run no longer; what was not delivered is not part of it."""
+        """Stop serving a run; answers that were not delivered are not part of it."""
         await asyncio.wrap_future(self.loop.submit(self._end(session)))
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ class Proxy:
     # Requests
 
     def _endpoint(self, wire: Wire, handle: _Handle) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """Answer errors as a format's clients expect."""
+        """Write errors in the client's wire format."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
             try:
@@ -111,9 +111,9 @@ class Proxy:
         return answer
 
     def _session_of(self, request: web.Request) -> tuple[Session, bool]:
-        """Return the run of a request, and whether what it samples is trained on."""
+        """Return the run of a request, and whether its samples are trained on."""
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        # The key of the path is that of the run; another one of the same run may come in the headers.
+        # The path names the run; the headers may hold its other key.
         keys = (bearer, request.headers.get("x-api-key", ""), request.match_info.get("key", ""))
         found = [self._sessions[key] for key in keys if key in self._sessions]
         if found:
@@ -134,7 +134,7 @@ class Proxy:
         try:
             return await self._deliver(request, wire, delivery, is_streamed=bool(body.get("stream")))
         except ConnectionError:
-            return web.Response(status=499)  # nobody reads it
+            return web.Response(status=499)  # the client has left
         finally:
             session.leave(delivery)
 
@@ -149,7 +149,9 @@ class Proxy:
         try:
             whole = _written(wire, delivery, is_streamed=is_streamed)
         except RefusedError as error:
-            if response is not None and not is_streamed:  # its status is sent: let the client come back for the error
+            if (
+                response is not None and not is_streamed
+            ):  # its status is sent already: the client gets the error when it asks again
                 assert request.transport is not None
                 request.transport.abort()
                 raise ConnectionResetError from error
@@ -162,7 +164,7 @@ class Proxy:
         delivery.num_delivered += 1
         try:
             return await _ended(request, response, whole, is_streamed=is_streamed)
-        except BaseException:  # a client that left, also
+        except BaseException:  # includes a client that has left
             delivery.num_delivered -= 1
             raise
 
@@ -173,7 +175,7 @@ class Proxy:
 
     async def _reward(self, request: web.Request, _: Wire) -> web.StreamResponse:
         session, _is_trained = self._session_of(request)
-        session.reward = parsed(await request.read(), json.loads)["reward"]  # NaN also: the run says what is wrong
+        session.reward = parsed(await request.read(), json.loads)["reward"]  # NaN passes: the run reports the error
         return web.json_response({})
 
     async def _models(self, request: web.Request, _: Wire) -> web.StreamResponse:
@@ -187,13 +189,13 @@ class Proxy:
 
 
 def _described(model: str) -> dict[str, Any]:
-    """Describe a model, whatever its name, to either kind of client."""
+    """Describe a model of any name to both kinds of clients."""
     ours = {"id": model, "object": "model", "created": 0, "owned_by": "arealite"}
     return ours | {"type": "model", "display_name": model, "created_at": "1970-01-01T00:00:00Z"}
 
 
 def parsed(raw: bytes, loads: Callable[[bytes], Any] = orjson.loads) -> dict[str, Any]:
-    """Return the object that a body says. Raises RefusedError."""
+    """Return the JSON object of a request body. Raises RefusedError."""
     with contextlib.suppress(ValueError, RecursionError):
         body = loads(raw)
         if isinstance(body, dict):
@@ -202,14 +204,14 @@ def parsed(raw: bytes, loads: Callable[[bytes], Any] = orjson.loads) -> dict[str
 
 
 def _written(wire: Wire, delivery: Delivery, *, is_streamed: bool) -> bytes:
-    """Return an answer as its client gets it. Raises RefusedError, also for a defect: clients would retry a 500."""
+    """Return the serialized answer. Raises RefusedError even for a defect, as clients would retry a 500."""
     if delivery.task.cancelled():
         raise RefusedError("requests must come before the end of their run: it has just ended.", "run_ended", 409)
     try:
         answer = delivery.task.result()
         if is_streamed:
             return b"".join(wire.events(answer))
-        return json.dumps(wire.body(answer), ensure_ascii=False).encode()  # orjson refuses integers of 65 bits
+        return json.dumps(wire.body(answer), ensure_ascii=False).encode()  # orjson rejects integers of 65 bits
     except RefusedError:
         raise
     except Exception as error:
@@ -228,7 +230,7 @@ async def _begun(request: web.Request, *, is_streamed: bool) -> web.StreamRespon
 async def _ended(
     request: web.Request, response: web.StreamResponse | None, rest: bytes, *, is_streamed: bool
 ) -> web.StreamResponse:
-    """Write the rest of a reply. Raises ConnectionError if its client has left."""
+    """Write the rest of a reply. Raises ConnectionError if the client has left."""
     if response is None and not is_streamed:
         response = web.Response(body=rest, content_type="application/json")
         await response.prepare(request)

@@ -1,8 +1,8 @@
-"""One run of an agent as the proxy sees it: its keys, its calls in progress, its limits, and the turns that count.
+"""One run of an agent in the proxy: its keys, calls in progress, limits and turns.
 
-A call is *delivered* when the whole answer was written to a client that is still there. Invariants: a turn is in the
-run before its client knows of it; a turn that no client got, and came back for within `retry_grace`, is not in the run
-when the run ends; what comes after the end changes nothing. All state changes in the proxy's event loop.
+A call is *delivered* once the whole answer was written to a connected client. Invariants: a turn is in the run before
+its client receives it; a turn that no client has received or asked for again within `retry_grace` is not in the run at
+its end; requests after the end change nothing. All state changes in the proxy's event loop.
 """
 
 import asyncio
@@ -34,33 +34,33 @@ _KEY_BYTES = 24
 
 @dataclass(eq=False)
 class Delivery:
-    """An answer on its way: what computes it, and whether a client waits for it."""
+    """An answer in progress: the task that computes it, and whether a client waits for it."""
 
     answer_id: str
     task: asyncio.Task[Answer]
     num_clients: int = 0
     num_delivered: int = 0
-    """Clients that got it, or to which its end is being written: they may act before that returns."""
+    """Clients that received it, or are receiving its end: they may act before the write returns."""
     is_over: bool = False
-    """Whether nobody may come back for it any more."""
+    """Whether no client may ask for it again."""
     expiry: asyncio.TimerHandle | None = None
 
 
 @dataclass(frozen=True)
 class Model:
-    """What all runs of a workflow share."""
+    """State shared by all runs of a workflow."""
 
     bridge: Bridge
     tokenizer: Any
     gconfig: GenerationHyperparameters
     config: AgentConfig
     tokenizing: Executor
-    """One thread: tokenizers serve one at a time."""
+    """One thread, as tokenizers are not thread-safe."""
 
 
 @dataclass(eq=False)
 class Session:
-    """A run that is open; made in the episode's loop and context, which its requests to the engine run in."""
+    """An open run; created in the episode's loop and context, in which its engine requests run."""
 
     engine: InferenceEngine
     model: Model
@@ -69,25 +69,25 @@ class Session:
     key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(_KEY_BYTES)}")
     untrained_key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(_KEY_BYTES)}")
     counts: Counter[str] = field(default_factory=Counter)
-    """Turns, sampled tokens, retries, orphans, parameters that were not obeyed."""
+    """Counts of turns, sampled tokens, retries, orphans and ignored parameters."""
     limit: str | None = None
-    """Which limit a call was refused for, if any."""
+    """The limit that a call exceeded, if any."""
 
     def __post_init__(self) -> None:
         self.loop, self.context = asyncio.get_running_loop(), contextvars.copy_context()
-        self.failure: asyncio.Future[None] = self.loop.create_future()  # fails with what the engine raised
+        self.failure: asyncio.Future[None] = self.loop.create_future()  # fails with the engine's error
         self.is_open = True
         self.reward: Any = None
-        """What a process has posted."""
+        """The reward that a process has posted."""
         self.num_busy = 0  # requests in progress
-        self.last_seen_s = time.monotonic()  # when one ended
+        self.last_seen_s = time.monotonic()  # time of the last end
         self._deliveries: defaultdict[bytes, list[Delivery]] = defaultdict(list)
         self._answers: dict[str, Answer] = {}
 
     # In the proxy's loop
 
     def deliver(self, wire: Wire, raw: bytes, body: dict[str, Any], *, is_retry: bool, is_trained: bool) -> Delivery:
-        """Return the delivery that a request is for: one whose client has gone, or a new one. Raises RefusedError."""
+        """Return the delivery of a request: a pending one of the same request or a new one. Raises RefusedError."""
         key = hashlib.blake2b(f"{wire.prefix}{is_trained}".encode() + raw).digest()
         same = self._deliveries[key] = [one for one in self._deliveries[key] if not one.is_over]
         lost = [one for one in same if not (one.num_clients or one.num_delivered)]
@@ -98,7 +98,7 @@ class Session:
             call = wire.parse(body, self.find)
             answer_id = wire.prefix + secrets.token_hex(12)
             task = asyncio.create_task(self._answer(call, answer_id, is_trained=is_trained))
-            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # a client that left asks nobody
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # the client has left
             delivery = Delivery(answer_id, task)
             same.append(delivery)
             self.counts.update(f"ignored/{name}" for name in call.not_obeyed)
@@ -109,7 +109,7 @@ class Session:
         return delivery
 
     def leave(self, delivery: Delivery) -> None:
-        """Note that a client has its answer, or has gone without it."""
+        """Record that a client has received its answer or left without it."""
         delivery.num_clients -= 1
         self.num_busy, self.last_seen_s = self.num_busy - 1, time.monotonic()
         if not delivery.num_delivered and not delivery.num_clients and self.is_open:
@@ -130,14 +130,14 @@ class Session:
         return await self.tokenized(self._count, call, self._parent(call))
 
     def close(self) -> None:
-        """Let nothing count any more, and forget what was not delivered."""
+        """End the run: later requests change nothing, undelivered turns are discarded."""
         for delivery in [one for same in self._deliveries.values() for one in same]:
             if not delivery.num_delivered:
                 self._forget(delivery)
         self.is_open = False
 
     def _forget(self, delivery: Delivery) -> None:
-        """Give up an answer that no client has got."""
+        """Discard an answer that no client has received."""
         if delivery.expiry is not None:
             delivery.expiry.cancel()
         if delivery.is_over:
@@ -148,7 +148,7 @@ class Session:
         delivery.task.cancel()
         self._answers.pop(delivery.answer_id, None)
         self.counts["orphans"] += 1
-        self.model.tokenizing.submit(self.run.discard, delivery.answer_id)  # where turns are added
+        self.model.tokenizing.submit(self.run.discard, delivery.answer_id)  # the thread in which turns are added
 
     async def _answer(self, call: Call, answer_id: str, *, is_trained: bool) -> Answer:
         prompt = await self.tokenized(self._prompt, call, self._parent(call))
@@ -183,17 +183,17 @@ class Session:
         counters = self.run.branches, self.run.counts
         before = [counter.copy() for counter in counters]
         prompt = self._prompt(call, parent)
-        for counter, old in zip(counters, before, strict=True):  # nothing was asked
+        for counter, old in zip(counters, before, strict=True):  # the request was empty
             counter.clear()
             counter.update(old)
         return len(prompt.ids)
 
     def _continuation(self, prompt: str | list[int]) -> NextPrompt:
-        """Return the prompt of a completion: after the longest turn that its text or ids begin with, or by itself."""
+        """Return the prompt of a completion; its parent is the longest turn that is a prefix of its text or ids."""
         tokenizer, turns = self.model.tokenizer, sorted(self.run.turns, key=lambda turn: -len(turn.ids))
         if isinstance(prompt, list):
             parent = next((turn for turn in turns if prompt[: len(turn.ids)] == turn.ids), None)
-            new = prompt[len(parent.ids) if parent else 0 :]  # what was sampled may be none of the tokenizer's
+            new = prompt[len(parent.ids) if parent else 0 :]  # sampled ids may be unknown to the tokenizer
             if unknown := [token for token in new if not 0 <= token < len(tokenizer)]:
                 raise ValueError(
                     f"prompt must have ids of the tokenizer, from 0 to {len(tokenizer) - 1}: got {unknown[0]}. "
@@ -207,7 +207,7 @@ class Session:
         return NextPrompt(list(tokenizer(prompt)["input_ids"]), prompt, None, None)
 
     def _requests(self, call: Call, prompt: NextPrompt) -> list[ModelRequest]:
-        """Make the requests of the engine, within the limits of the run."""
+        """Build the engine requests within the limits of the run."""
         config, gconfig, counts = self.model.config, self.model.gconfig, self.counts
         num_turns = counts["turns"] + call.n
         if config.max_turns is not None and num_turns > config.max_turns:
@@ -227,7 +227,7 @@ class Session:
         return RefusedError(f"{message} End the run here, or raise agent.{limit}.", code=limit)
 
     async def _generate(self, request: ModelRequest) -> ModelResponse:
-        """Ask the engine in the loop and context of the episode: its seeds, its account and its clock count there."""
+        """Call the engine in the loop and context of the episode, which owns seeds, account and clock."""
         asked = self.context.copy().run(asyncio.run_coroutine_threadsafe, self.engine.agenerate(request), self.loop)
         try:
             response = await asyncio.wrap_future(asked)
@@ -247,7 +247,7 @@ class Session:
             self.failure.set_exception(error)
 
     def _add(self, turn_id: str, call: Call, prompt: NextPrompt, response: ModelResponse, is_trained: bool) -> Turn:
-        """Make a turn of what was sampled, and let it count."""
+        """Add the turn of a response to the run."""
         raw_text, message = self.model.bridge.parse(response, prompt, call.tools)
         messages = call.messages or [{"role": "prompt", "content": prompt.text}]
         texts = (prompt.text, raw_text, messages, message)
@@ -259,5 +259,5 @@ class Session:
         return [self.model.tokenizer.decode([token]) for token in ids]
 
     async def tokenized(self, function: Callable[..., T], *args: Any) -> T:
-        """Call what uses the tokenizer, in its thread, where turns are added and discarded."""
+        """Call a function that uses the tokenizer in its thread, where turns are added and discarded."""
         return await asyncio.get_running_loop().run_in_executor(self.model.tokenizing, function, *args)

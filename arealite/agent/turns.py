@@ -1,9 +1,9 @@
-"""The turns of one run of an agent, as the tree that their token ids make.
+"""The turns of one run of an agent as a tree of token-id prefixes.
 
-A turn's parent is the turn whose tokens its prompt begins with. A row is a path from a root to a leaf; a turn that lies
-on several paths is trained on in the first of them, and is context in the others. Sub-agents are roots of their own; a
-compaction, an edit or a template that rewrites history is a new root, or a branch. Invariant: each sampled token is
-trained on in exactly one row, with the ids, logprobs and versions that the server returned.
+The parent of a turn is the turn whose tokens are a prefix of its prompt. A row is a path from a root to a leaf; a turn
+on several paths is trained on in the first and is context in the others. Sub-agents are separate roots; a compaction,
+an edit or a template that rewrites history starts a new root or branch. Invariant: each sampled token is trained on in
+exactly one row, with the ids, logprobs and versions of the server.
 """
 
 # b rows of one run, S tokens
@@ -27,23 +27,23 @@ from arealite.workflow.trajectory import SampledTurn, row_of_turns
 
 @dataclass(eq=False)
 class Turn:
-    """One answer of the model: what was asked, what was sampled, and what the client was given."""
+    """One answer of the model: its prompt, its tokens, and the message for the client."""
 
     id: str
-    """Of the response, as clients see it."""
+    """Id of the response, as clients see it."""
     parent: "Turn | None"
     response: ModelResponse
     prompt_text: str
-    """What the prompt's ids stand for."""
+    """Text of the prompt's ids."""
     raw_text: str
-    """What was sampled, as text, without the token that ended it. A stop string is still there."""
+    """Sampled text without the end token, but with a stop string."""
     messages: list[Message]
-    """What the client had sent, canonical: the whole conversation."""
+    """The client's whole conversation, in canonical form."""
     message: Message
-    """What the client was given, canonical."""
+    """The message for the client, in canonical form."""
     is_trained: bool = True
     tools: list[Any] | None = None
-    """What the client had sent beside the messages."""
+    """Tools in the client's request."""
 
     @property
     def ids(self) -> list[int]:
@@ -55,12 +55,12 @@ class Turn:
 
     @property
     def conversation(self) -> list[Message]:
-        """The messages and the answer: what the next messages follow."""
+        """The messages and the answer."""
         return [*self.messages, self.message]
 
     @property
     def path(self) -> list["Turn"]:
-        """The turns from the root to this one."""
+        """The turns from the root to this turn."""
         path: list[Turn] = []
         turn: Turn | None = self
         while turn is not None:
@@ -70,25 +70,25 @@ class Turn:
 
 
 class Run:
-    """The turns of one call of the agent.
+    """The turns of one run of the agent.
 
-    `branches` counts prompts that could not go on from the turn before them, by reason: `edited` (the agent changed or
-    dropped messages), `template` (the chat template rewrites history), `tools` (their list changed). `counts` has what
-    the bridge noticed: `malformed_calls`, `special_text`, `ambiguous_parents`.
+    `branches` counts prompts that could not continue the previous turn, by reason: `edited` (the agent changed or
+    dropped messages), `template` (the chat template rewrites history), `tools` (their list changed). `counts` has the
+    bridge's findings: `malformed_calls`, `special_text`, `ambiguous_parents`.
     """
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
         self.branches: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
-        self.continued: set[Turn] = set()  # turns that someone has gone on from, whatever became of that
+        self.continued: set[Turn] = set()  # turns that a later request has continued
         self._by_id: dict[str, Turn] = {}
-        self._by_digest: dict[str, list[Turn]] = defaultdict(list)  # of conversations, the answer included
-        self._asked: set[str] = set()  # digests of what was asked
+        self._by_digest: dict[str, list[Turn]] = defaultdict(list)  # digests of conversations with their answers
+        self._asked: set[str] = set()  # digests of the requests
         self._openings: set[str] = set()  # digests of conversations up to their first question
 
     def add(self, turn: Turn) -> None:
-        """Record a turn that was delivered, or will be."""
+        """Add a turn."""
         self.turns.append(turn)
         self._by_id[turn.id] = turn
         *asked, whole = digests(turn.conversation)
@@ -97,9 +97,9 @@ class Run:
         self._openings |= {asked[index] for index in _first_question(turn.messages)}
 
     def discard(self, answer_id: str) -> None:
-        """Remove the turns of an answer that no client got: they are never trained on, and no parents.
+        """Remove the turns of an undelivered answer: they are neither trained on nor parents.
 
-        One that was continued has been read, even if its client seemed to have left.
+        A turn that was continued was read, even if its client seemed to have left.
         """
         turns = [turn for turn in self.turns if turn.id.partition(".")[0] == answer_id]
         for turn in [] if self.continued.intersection(turns) else turns:
@@ -112,9 +112,9 @@ class Run:
         return self._by_id.get(id)
 
     def parent_of(self, messages: Sequence[Message]) -> Turn | None:
-        """Return the turn that a conversation continues: the longest that it begins with; of equal ones the newest.
+        """Return the turn that a conversation continues: its longest prefix, the newest among equals.
 
-        Null and "" are one, the order of keys and the ids of calls don't count, and thoughts only if they were sent.
+        Null equals "", the order of keys and call ids are ignored, and reasoning is compared only if it was sent.
         """
         for length, digest in reversed(list(enumerate(digests(messages), start=1))):
             found = [turn for turn in self._by_digest.get(digest, ()) if _same_thoughts(turn, messages[length - 1])]
@@ -126,11 +126,11 @@ class Run:
         return None
 
     def is_known(self, messages: Sequence[Message]) -> bool:
-        """Whether exactly this was asked before: another sample of the same turn."""
+        """Return whether the same request came before: another sample of the same turn."""
         return list(digests(messages))[-1] in self._asked
 
     def is_edited(self, messages: Sequence[Message], parent: Turn | None) -> bool:
-        """Whether messages after the parent's hold answers of this run, or begin as one of its conversations does."""
+        """Return whether messages after the parent's contain answers of this run, or repeat another conversation's start."""
         num_known = len(parent.conversation) if parent else 0
         answers = {_key(turn.message) for turn in self.turns}
         if any(message["role"] == "assistant" and _key(message) in answers for message in messages[num_known:]):
@@ -141,12 +141,12 @@ class Run:
     def rows(
         self, reward: float, turn_rewards: Mapping[str, float], *, turn_discount: float = 1.0, sample_index: int = 0
     ) -> TensorDict:
-        """Return the rows `[b, S]` of the run, each with the run's `reward` as a whole.
+        """Return the rows `[b, S]` of the run, each with the `reward` of the whole run.
 
-        Sums of `turn_rewards [b, S]` from a turn on are that turn's return: what the turn earned (by its id) and
-        `turn_discount` of the return of the next, on average if several follow; without rewards of turns, the leaves
-        earn `reward`. Turns that neither are trained on nor lead to such a turn count for nothing.
-        Raises TrajectoryError if nothing was sampled to train on, or for the id of no turn.
+        Summing `turn_rewards [b, S]` from a turn on gives the turn's return: its own reward (by id) plus
+        `turn_discount` times the return of the next turn, averaged if several follow. Without rewards of turns the
+        leaves earn `reward`. Turns that are not trained on and lead to no such turn are left out.
+        Raises TrajectoryError if no sampled token can be trained on, or for an unknown turn id.
         """
         if unknown := turn_rewards.keys() - self._by_id.keys():
             raise TrajectoryError(
@@ -174,9 +174,9 @@ class Run:
         return run
 
     def _live(self) -> set[Turn]:
-        """Return the turns that are trained on, and those that they continue."""
+        """Return the turns that are trained on, and their ancestors."""
         live: set[Turn] = set()
-        for turn in reversed(self.turns):  # children come after their parents
+        for turn in reversed(self.turns):  # parents precede their children
             if turn in live or (turn.is_trained and turn.response.output_len > 0):
                 live |= {turn} if turn.parent is None else {turn, turn.parent}
         return live
@@ -184,7 +184,7 @@ class Run:
     def _gains(
         self, live: set[Turn], reward: float, turn_rewards: Mapping[str, float], discount: float
     ) -> dict[Turn, float]:
-        """Return what each turn adds to the sum, so that sums along a path are discounted returns."""
+        """Return the addend of each turn, so that sums along a path are discounted returns."""
         children: dict[Turn | None, list[Turn]] = defaultdict(list)
         turns = [turn for turn in self.turns if turn in live]
         for turn in turns:
@@ -201,7 +201,7 @@ class Run:
 
 
 def continues(turn: Turn, messages: Sequence[Message]) -> bool:
-    """Whether a conversation begins with a turn's."""
+    """Return whether a turn's conversation is a prefix of a conversation."""
     at = len(turn.messages)
     if len(messages) <= at or not _same_thoughts(turn, messages[at]):
         return False
@@ -209,7 +209,7 @@ def continues(turn: Turn, messages: Sequence[Message]) -> bool:
 
 
 def digests(messages: Sequence[Message]) -> Iterator[str]:
-    """Yield, for each message, what names the conversation up to it."""
+    """Yield a digest of the conversation up to each message."""
     digest = ""
     for message in messages:
         digest = hashlib.blake2b(f"{digest}{_key(message)}".encode()).hexdigest()
@@ -217,17 +217,17 @@ def digests(messages: Sequence[Message]) -> Iterator[str]:
 
 
 def _key(message: Message) -> str:
-    """What of a message must be the same to count as that message; thoughts are compared apart."""
+    """Return the canonical identity of a message, without its reasoning."""
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or []]
     content = message.get("content")
     others = [part for part in content if "text" not in part] if isinstance(content, list) else []
-    if calls:  # clients write 1.0 as 1, and integers of more than 53 bits as floats
+    if calls:  # clients may write 1.0 as 1, and integers above 53 bits as floats
         calls = json.loads(json.dumps(calls, default=str), parse_int=float)
     return json.dumps([message["role"], "".join(texts_of(message)), others, calls], sort_keys=True, default=str)
 
 
 def _first_question(messages: Sequence[Message]) -> Iterator[int]:
-    """Yield the index of the first message that is not the system's, if there is one."""
+    """Yield the index of the first message after the system's, if any."""
     yield from [index for index, message in enumerate(messages) if message["role"] not in ("system", "developer")][:1]
 
 

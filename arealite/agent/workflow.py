@@ -7,8 +7,8 @@
 
     workflow = AgentWorkflow(solve, gconfig, tokenizer)
 
-A group is `gconfig.n_samples` *runs* of the agent, each behind a key of its own. A run's turns are a tree, its rows the
-paths of that tree: each sampled token is trained on in exactly one row.
+A group is `gconfig.n_samples` *runs* of the agent, each with its own key. The turns of a run form a tree, and its rows
+are the paths of that tree: each sampled token is trained on in exactly one row.
 """
 
 # b rows of a run
@@ -40,13 +40,13 @@ _BRANCHES = ("edited", "template", "tools")
 
 
 class AgentWorkflow(RolloutWorkflow):
-    """Runs an agent `gconfig.n_samples` times for each row, behind a proxy that it takes for the model's server.
+    """Runs an agent `gconfig.n_samples` times per row, behind a proxy that acts as the model's server.
 
-    `run` is an `async def`, a plain function (which runs in another process) or a command (a string for the shell, or a
-    list). Functions take those of `data`, `base_url`, `api_key`, `untrained_key` and, coroutines, `http_client` that
-    they name. A command gets the row as JSON on stdin, OPENAI_* and ANTHROPIC_* in its environment, and prints its
-    reward as the last line. A reward is a number, one for some turns by the id of the response (the run's is their sum,
-    and `turn_rewards` says which turn earned it), or None, which rejects the episode.
+    `run` is an `async def`, a plain function (run in another process) or a command (a string for the shell, or a list).
+    A function receives the arguments that it names: `data`, `base_url`, `api_key`, `untrained_key` and, for coroutines,
+    `http_client`. A command gets the row as JSON on stdin and OPENAI_* and ANTHROPIC_* in its environment, and prints
+    its reward as the last line. A reward is a number, a mapping of response ids to numbers (the run's reward is their
+    sum, and `turn_rewards` assigns them to turns), or None, which rejects the episode.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class AgentWorkflow(RolloutWorkflow):
         enable_thinking: bool = False,
         num_processes: int = 16,
     ) -> None:
-        """`num_processes`: most processes at once of an agent that is no coroutine. Raises ConfigError, ValueError."""
+        """`num_processes` bounds the processes of an agent that is no coroutine. Raises ConfigError or ValueError."""
         self.gconfig, self.tokenizer, self.config = gconfig, tokenizer, config or AgentConfig()
         self.turn_discount = turn_discount
         self._agent = agent_of(run, num_processes=num_processes)
@@ -69,7 +69,7 @@ class AgentWorkflow(RolloutWorkflow):
         self._opening = threading.Lock()
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict | None:
-        """Run the agent on one row, as often as a group has samples."""
+        """Run the agent on one row, once per sample of the group."""
         if self._proxy is None:
             await in_thread(self._open)
         rows = await gathered(self._run(engine, data, sample) for sample in range(self.gconfig.n_samples))
@@ -77,20 +77,20 @@ class AgentWorkflow(RolloutWorkflow):
         return concat_padded_tensors(kept) if len(kept) == len(rows) else None
 
     def close(self) -> None:
-        """End the proxy, and the agents' loop and processes."""
+        """Close the proxy and end the agents' loop and processes."""
         self._agent.close()
         if self._proxy is not None:
             self._proxy.close()
         self._model.tokenizing.shutdown()
 
     def _open(self) -> None:
-        """Start the proxy, once; it has a loop and a port to wait for."""
+        """Start the proxy once; its loop and port take a moment."""
         with self._opening:
             if self._proxy is None:
                 self._proxy = Proxy(heartbeat_s=self.config.heartbeat_s)
 
     async def _run(self, engine: InferenceEngine, data: dict[str, Any], sample: int) -> TensorDict | None:
-        """Return the rows of one run, or None if it is rejected."""
+        """Return the rows of one run, or None if its reward rejects it."""
         assert self._proxy is not None
         session = Session(engine, self._model, seed_key=str(sample))
         try:
@@ -106,7 +106,7 @@ class AgentWorkflow(RolloutWorkflow):
         return rows_of(session, reward, sample, self.turn_discount)
 
     async def _reward(self, session: Session, data: dict[str, Any]) -> Any:
-        """Run the agent to its end, or that of the episode, and return what it is rewarded with."""
+        """Run the agent until it or its episode ends, and return its reward."""
         assert self._proxy is not None
         endpoint = Endpoint(self._proxy.address, session.key, session.untrained_key)
         agent = asyncio.ensure_future(self._agent.run(dict(data), endpoint))
@@ -121,14 +121,14 @@ class AgentWorkflow(RolloutWorkflow):
             return None if self.config.on_limit == "reject" else 0.0
         finally:
             agent.cancel()
-            await asyncio.wait({agent})  # until what it has started is gone
+            await asyncio.wait({agent})  # until its processes are gone
         return session.reward if returned is POSTED else returned
 
 
 def model_of(
     gconfig: GenerationHyperparameters, tokenizer: Any, config: AgentConfig, *, enable_thinking: bool
 ) -> Model:
-    """Return what all runs share, with a thread for the tokenizer."""
+    """Return the shared state of all runs, with a thread for the tokenizer."""
     bridge = Bridge(
         tokenizer, history=config.history, special_text=config.special_text, enable_thinking=enable_thinking
     )
@@ -136,7 +136,7 @@ def model_of(
 
 
 def rows_of(session: Session, reward: Any, sample: int, turn_discount: float) -> TensorDict:
-    """Return the rows of a run that has ended, in the thread of its tokenizer. Raises AgentError, TrajectoryError."""
+    """Return the rows of an ended run (in the tokenizer's thread). Raises AgentError, TrajectoryError."""
     run, counts = session.run, session.counts
     total, by_turn = as_rewards(reward, run)
     _choose_roots(run, session.model.config.train_roots)
@@ -156,7 +156,7 @@ def rows_of(session: Session, reward: Any, sample: int, turn_discount: float) ->
 
 
 def as_rewards(reward: Any, run: Run) -> tuple[float, dict[str, float]]:
-    """Return the reward of a run, and those of turns by id. Raises AgentError."""
+    """Return the reward of a run and the rewards of its turns by id. Raises AgentError."""
     by_turn = reward if isinstance(reward, Mapping) else {}
     numbers = list(by_turn.values()) if by_turn or isinstance(reward, Mapping) else [reward]
     try:
@@ -175,10 +175,10 @@ def as_rewards(reward: Any, run: Run) -> tuple[float, dict[str, float]]:
 
 
 def _choose_roots(run: Run, which: str) -> None:
-    """Let only one conversation of a run be trained on, of those that may be, unless all are."""
+    """Apply `train_roots`: keep all conversations, the first, or the longest."""
     sampled: Counter[Turn] = Counter()
     roots: dict[Turn, Turn] = {}
-    for turn in run.turns:  # parents first
+    for turn in run.turns:  # parents precede children
         roots[turn] = turn if turn.parent is None else roots.get(turn.parent, turn)
         if turn.is_trained:
             sampled[roots[turn]] += turn.response.output_len

@@ -1,8 +1,8 @@
-"""What all wire formats share: a request becomes a `Call`, the turns that answer it an `Answer`.
+"""The base of all wire formats: a request becomes a `Call`, the turns that answer it an `Answer`.
 
-A format parses the JSON body of a request, and writes an answer as JSON or as the events of a stream. Messages inside
-are OpenAI's chat messages as chat templates want them: `content` a string (or parts, with images), arguments of tool
-calls a dict.
+A format parses the JSON body of a request and writes an answer as JSON or as events of a stream. Internal messages are
+OpenAI's chat messages as chat templates expect them: `content` is a string (or parts, with images), arguments of tool
+calls are a dict.
 """
 
 import json
@@ -16,18 +16,18 @@ from arealite.agent.turns import Turn
 T = TypeVar("T")
 Message = dict[str, Any]
 
-# Parameters that are accepted and not obeyed: how completions are sampled is the experiment's choice.
+# Accepted and ignored: the experiment decides how completions are sampled.
 _NOT_OBEYED = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias"),
     *("response_format", "tool_choice", "top_logprobs", "reasoning", "reasoning_effort", "thinking", "output_config"),
 )
-_MAX_N = 128  # as OpenAI has it
+_MAX_N = 128  # as in OpenAI's API
 _HARMLESS: tuple[Any, ...] = (None, "auto", 0, {"type": "auto"}, {"type": "text"}, {"type": "disabled"}, {})
-_WITH_0 = ("temperature", "seed")  # of which 0 is a value like any other
+_WITH_0 = ("temperature", "seed")  # parameters for which 0 is a valid value
 
 
 class RefusedError(ValueError):
-    """A request that is answered with an error, which the client must not send again unchanged."""
+    """A request that gets an error, and that the client must not repeat unchanged."""
 
     def __init__(self, message: str, code: str = "invalid_request", status: int = 400) -> None:
         super().__init__(message)
@@ -36,7 +36,7 @@ class RefusedError(ValueError):
 
 @dataclass
 class Call:
-    """What a client asks for."""
+    """A parsed request."""
 
     body: dict[str, Any]
     messages: list[Message] = field(default_factory=list)
@@ -47,9 +47,9 @@ class Call:
     stop: list[str] = field(default_factory=list)
     n: int = 1
     parent: str | None = None
-    """Id of the turn that this one continues, if the client names it."""
+    """Id of the turn that this request continues, if given."""
     wants_usage: bool = field(init=False)
-    """Whether a stream ends with the numbers of tokens."""
+    """Whether a stream ends with token counts."""
 
     def __post_init__(self) -> None:
         self.wants_usage = bool(read(self.body, "stream_options", dict, {}).get("include_usage"))
@@ -64,7 +64,7 @@ class Call:
 
     @property
     def not_obeyed(self) -> list[str]:
-        """Name the parameters that change nothing."""
+        """Return the names of ignored parameters."""
         given = {name: self.body.get(name) for name in _NOT_OBEYED}
         return [name for name, value in given.items() if value not in _HARMLESS or (value == 0 and name in _WITH_0)]
 
@@ -97,34 +97,34 @@ class Wire(ABC):
     """One format."""
 
     prefix: str
-    """What the ids of its answers begin with."""
+    """Prefix of the ids of its answers."""
     heartbeat: bytes = b": heartbeat\n\n"
-    """What its clients ignore in a stream."""
+    """Bytes that its clients ignore in a stream."""
 
     @abstractmethod
     def parse(self, body: dict[str, Any], find: Find) -> Call:
-        """Read a request. Raises RefusedError, and KeyError, TypeError or AttributeError for other shapes."""
+        """Parse a request. Raises RefusedError, or KeyError, TypeError, AttributeError for wrong shapes."""
 
     @abstractmethod
     def body(self, answer: Answer) -> dict[str, Any]:
-        """Write the whole answer."""
+        """Return the body of the whole answer."""
 
     @abstractmethod
     def events(self, answer: Answer) -> Iterator[bytes]:
-        """Write the answer as the events of a stream."""
+        """Yield the answer as events of a stream."""
 
     def error(self, error: RefusedError) -> dict[str, Any]:
-        """Write an error as the body of a reply."""
+        """Return the body of an error."""
         kind = "invalid_request_error" if error.status == 400 else "conflict_error"
         return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
 
     def error_event(self, error: RefusedError) -> bytes:
-        """Write an error as an event of a stream."""
+        """Return an error as an event of a stream."""
         return event(self.error(error))
 
 
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
-    """Write one server-sent event."""
+    """Return one server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
 
@@ -140,7 +140,7 @@ def read(body: Mapping[str, Any], name: str, kind: type[T], default: T) -> T:
 
 
 def read_limit(body: Mapping[str, Any], *names: str) -> int | None:
-    """Return the first of these numbers of tokens that is given."""
+    """Return the first given value of these token limits."""
     for name in names:
         if body.get(name) is not None:
             number = read(body, name, int, 0)
@@ -151,7 +151,7 @@ def read_limit(body: Mapping[str, Any], *names: str) -> int | None:
 
 
 def read_stop(body: Mapping[str, Any], name: str) -> list[str]:
-    """Return the stop strings that are given, one or several."""
+    """Return the given stop strings, one or several."""
     given = body.get(name) or []
     stop = [given] if isinstance(given, str) else given
     if not isinstance(stop, list) or not all(isinstance(one, str) and one for one in stop):
@@ -160,7 +160,7 @@ def read_stop(body: Mapping[str, Any], name: str) -> list[str]:
 
 
 def read_count(body: Mapping[str, Any]) -> int:
-    """Return how many answers are asked for."""
+    """Return the number of requested answers."""
     number = read(body, "n", int, 1)
     if not 1 <= number <= _MAX_N:
         raise RefusedError(f"n must be from 1 to {_MAX_N}: got {number}. Correct the request.")
@@ -168,27 +168,27 @@ def read_count(body: Mapping[str, Any]) -> int:
 
 
 def refuse(body: Mapping[str, Any], *names: str) -> None:
-    """Refuse what would change the meaning of an answer and is not served."""
+    """Raise RefusedError for unsupported parameters that would change the meaning of an answer."""
     for name in names:
         if body.get(name):
             raise RefusedError(f"{name} must be left out: got {body[name]!r:.100}. It is not served here.")
 
 
 def function_tool(name: str, description: str | None, parameters: Any) -> dict[str, Any]:
-    """Return a tool as chat templates want it."""
+    """Return a tool as chat templates expect it."""
     function = {"name": name, "description": description or "", "parameters": parameters or {"type": "object"}}
     return {"type": "function", "function": function}
 
 
 def own_tool(tool: Mapping[str, Any], function: Any) -> dict[str, Any]:
-    """Return a tool of OpenAI's formats, which have its `function` in different places."""
+    """Return a tool of an OpenAI format; the formats differ in the place of `function`."""
     if tool.get("type") != "function":
         raise RefusedError(f"tools must be functions: got {tool.get('type')!r}. Leave out what the server would run.")
     return function_tool(function["name"], function.get("description"), function.get("parameters"))
 
 
 def tool_call(call_id: str, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
-    """Return a call as chat templates want it; arguments that are no JSON object stay text."""
+    """Return a call as chat templates expect it; arguments that are no JSON object stay text."""
     if isinstance(arguments, str):
         try:
             parsed = json.loads(arguments or "{}")
@@ -199,13 +199,13 @@ def tool_call(call_id: str, name: str, arguments: str | dict[str, Any]) -> dict[
 
 
 def arguments_text(call: Mapping[str, Any]) -> str:
-    """Return the arguments of a canonical call as the JSON that clients get."""
+    """Return the arguments of a canonical call as JSON."""
     arguments = call["function"]["arguments"]
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def joined(content: Any, *, text_types: tuple[str, ...] = ("text",)) -> Any:
-    """Return content as one string if it has only text, else its parts."""
+    """Return content as one string if it is only text, else as parts."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):

@@ -66,7 +66,7 @@ class Chat(Wire):
 
 
 def usage(answer: Answer) -> dict[str, int]:
-    """Return the numbers of tokens, as OpenAI's completions name them."""
+    """Return token counts under the names of OpenAI's completions."""
     given, sampled = answer.num_input, answer.num_output
     return {"prompt_tokens": given, "completion_tokens": sampled, "total_tokens": given + sampled}
 
@@ -118,5 +118,5 @@ def _logprobs(answer: Answer, index: int) -> dict[str, Any] | None:
 
 
 def head(answer: Answer, kind: str) -> dict[str, Any]:
-    """Return what an answer of OpenAI's completions begins with."""
+    """Return the common head of OpenAI's answers."""
     return {"id": answer.id, "object": kind, "created": answer.created, "model": answer.call.model}

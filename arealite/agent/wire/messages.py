@@ -66,7 +66,7 @@ class Messages(Wire):
 
 
 def _canonical(message: Message) -> list[Message]:
-    """Return a message as one, or as the results of tools and what the user says beside them."""
+    """Return a message as one message, or as tool results followed by the user's text."""
     role, content = message["role"], message["content"]
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if role == "assistant":
@@ -116,7 +116,7 @@ def _blocks(answer: Answer) -> list[dict[str, Any]]:
 
 
 def _pieces(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return how a block begins in a stream, and what follows."""
+    """Return the start event of a block in a stream, and its deltas."""
     if block["type"] == "text":
         return block | {"text": ""}, [{"type": "text_delta", "text": block["text"]}]
     if block["type"] == "thinking":

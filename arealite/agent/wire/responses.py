@@ -77,7 +77,7 @@ class Responses(Wire):
 
 
 def _add(messages: list[Message], item: Message, num_before: int, find: Find) -> None:
-    """Add an item of the input; what one answer had as several items becomes one message again."""
+    """Add an input item, merging the items of one answer into one message."""
     kind = item.get("type", "message")
     if kind == "function_call_output":
         content = base.joined(item["output"], text_types=_TEXTS)
