@@ -130,7 +130,7 @@ class Run:
         return list(digests(messages))[-1] in self._asked
 
     def is_edited(self, messages: Sequence[Message], parent: Turn | None) -> bool:
-        """Return whether messages after the parent's contain answers of this run, or repeat another conversation's start."""
+        """Return whether messages after the parent's hold answers of this run, or start like another conversation."""
         num_known = len(parent.conversation) if parent else 0
         answers = {_key(turn.message) for turn in self.turns}
         if any(message["role"] == "assistant" and _key(message) in answers for message in messages[num_known:]):
