@@ -35,7 +35,6 @@ MAY_IMPORT = {
     "workflow": {"api", "utils", "reward", "chat"},
     "agent": {"api", "utils", "chat", "workflow", "reward", "rollout.event_loop"},
     "launcher": {"api", "utils", "watchdog", "inference.backends"},
-    "migrate": {"api"},
     "viewer": {"api", "utils", "rollout.account"},
     "core": {
         *("api", "utils", "algorithms", "rollout", "engine", "inference", "weights", "workflow", "reward", "dataset"),
@@ -53,14 +52,13 @@ ROOM_CEILINGS = {
     "algorithms": 929,
     "api": 2970,
     "chat": 700,
-    "cli": 2206,
+    "cli": 2360,
     "core": 2336,
     "dataset": 971,
     "engine": 2123,
     "generation": 1018,
     "inference": 2398,
     "launcher": 2862,
-    "migrate": 1577,
     "planner": 101,
     "reward": 1016,
     "rollout": 2338,
@@ -74,7 +72,7 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 31703,
+    "code of the package": 30000,
     "files of a GRPO run": 188,
     "code of a GRPO run": 19958,
     "import depth": 28,
@@ -83,7 +81,7 @@ CEILINGS = {
     "lines of README.md": 150,
 }
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 600
-LONG_FUNCTIONS = {"inference/completions.py:generate", "migrate/trl.py:_common", "cli/main.py:_run"}
+LONG_FUNCTIONS = {"inference/completions.py:generate", "cli/main.py:_run"}
 """Functions above that limit, until they are split."""
 
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -278,8 +276,8 @@ def test_importing_the_package_loads_nothing_else(tmp_path: Path) -> None:
 
 def test_the_front_door_imports_no_torch(tmp_path: Path) -> None:
     """Nor do the commands that only read a run, or start processes."""
-    commands = ("main", "train", "own_trainer", "ledger", "replay", "serve", "view")
-    modules = ["arealite.migrate.migrate", *(f"arealite.cli.{name}" for name in commands)]
+    commands = ("main", "train", "own_trainer", "ledger", "migrate", "replay", "serve", "view")
+    modules = [f"arealite.cli.{name}" for name in commands]
     loaded, threads = probe(tmp_path, ", ".join(modules))
     assert (loaded & HEAVY, threads) == (set(), 1)
 

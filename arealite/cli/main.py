@@ -84,9 +84,9 @@ def _run(words: list[str]) -> int:
 
                 return plan_core(args.config, args.overrides, args.costs, args.devices)
             case "migrate":
-                from arealite.migrate.migrate import migrate
+                from arealite.cli.migrate import migrate
 
-                return migrate(args.config, framework=args.framework, out=args.out, devices=args.devices)
+                return migrate(args.config, out=args.out)
             case "schema":
                 from arealite.cli.schema import write_schema
 

@@ -6,7 +6,6 @@ from typing import Any, TypeAlias
 from arealite import __version__
 from arealite.cli.init import TEMPLATES
 from arealite.cli.trainers import TRAINERS
-from arealite.migrate import FRAMEWORKS
 from arealite.utils.usage import Parser
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
@@ -214,20 +213,13 @@ def _plan_core(commands: Commands) -> None:
 def _migrate(commands: Commands) -> None:
     command = commands.add_parser(
         "migrate",
-        help="rewrite a config of AReaL, TRL, verl or prime-rl as one of ours",
-        description="Write the config of another framework as one of ours: values and order stay, a comment names the "
-        "key that each changed key had, and defaults that differ are written out. Our loader has read what is written.",
-        epilog="exit status: 0 it loads as it is, 1 something is left to fill in or to decide, 2 it can't be read",
+        help="rewrite a config of AReaLite v0.3 or AReaL as one of ours",
+        description="Write a YAML config of AReaLite v0.3 or AReaL as one of ours: values and order stay, a comment "
+        "names the old key of each changed one, and old defaults that differ are written out.",
+        epilog="exit status: 0 the result loads, 1 something is left to decide, 2 the file can't be read",
     )
-    command.add_argument("config", metavar="OLD.yaml", help="YAML, JSON, TOML, or a shell script (.sh) with overrides")
-    command.add_argument("--from", dest="framework", choices=FRAMEWORKS, help="guessed from its keys unless given")
+    command.add_argument("config", metavar="OLD.yaml")
     command.add_argument("--out", metavar="NEW.yaml", help="a new file; printed unless given")
-    command.add_argument(
-        "--devices",
-        metavar="N",
-        type=_positive,
-        help="GPUs of a run of TRL, whose files don't say (default: num_processes, or 1)",
-    )
 
 
 def _devices(commands: Commands) -> None:

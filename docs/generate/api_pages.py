@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "arealite"
 FOLDER = "reference/api"
-PROGRAMS = {"cli", "launcher", "migrate", "server", "viewer", "watchdog"}
+PROGRAMS = {"cli", "launcher", "server", "viewer", "watchdog"}
 """Rooms that are run, not imported: their pages are those of commands."""
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 

@@ -1,3 +1,0 @@
-"""Configs of other frameworks as ours."""
-
-FRAMEWORKS = ("areal", "trl", "verl", "prime-rl")
