@@ -205,13 +205,15 @@ def gather_logprobs_entropy(
     temperature: float = 1.0,
     *,
     kept: KeptSets | None = None,
+    with_entropy: bool = True,
     entropy_grad: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the logprobs of `gather_logprobs` and the entropies `[N]` of the whole softmax.
+    """Return the logprobs of `gather_logprobs` and the entropies `[N]` of the whole softmax (0 unless `with_entropy`).
 
     Entropies carry a gradient only with `entropy_grad`.
     """
-    return _apply(logits, labels, temperature, kept, with_entropy=True, entropy_grad=entropy_grad)
+    settings = _Settings(temperature, logits.scale, logits.softcap, with_entropy, entropy_grad)
+    return _LogprobsAndEntropy.apply(logits.hidden_NH, logits.weight_VH, logits.bias_V, labels, kept, settings)
 
 
 def gather_logprobs(
@@ -222,20 +224,7 @@ def gather_logprobs(
     With `kept` the softmax of a token is over its kept set, which holds its label: what a server with top-p, top-k or
     min-p sampled from. Without, it is over the whole vocabulary.
     """
-    return _apply(logits, labels, temperature, kept, with_entropy=False, entropy_grad=False)[0]
-
-
-def _apply(
-    logits: LazyLogits,
-    labels_N: torch.Tensor,
-    temperature: float,
-    kept: KeptSets | None,
-    *,
-    with_entropy: bool,
-    entropy_grad: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    settings = _Settings(temperature, logits.scale, logits.softcap, with_entropy, entropy_grad)
-    return _LogprobsAndEntropy.apply(logits.hidden_NH, logits.weight_VH, logits.bias_V, labels_N, kept, settings)
+    return gather_logprobs_entropy(logits, labels, temperature, kept=kept, with_entropy=False)[0]
 
 
 def packed_logprobs(

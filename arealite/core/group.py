@@ -97,16 +97,12 @@ class WorkerGroup:
         """Let every rank make the engine of a role."""
         return self.submit(Call(f"{role}.make", role, make, redo="always", makes=True, timeout_s=PLACE_S))
 
-    def submit(self, call: Call) -> Task:
-        """Let every rank do a call, once it is its turn and its inputs are there; return at once."""
-        return self._submit(Task(call, self.step, Pieces(make_again=self._make_again)))
+    def submit(self, call: Call, *, begins: bool = False) -> Task:
+        """Queue a call, which every rank runs in its turn once its inputs exist; return at once.
 
-    def begin_step(self, step: int) -> None:
-        """After the calls so far, take the snapshot to which the group goes back if it is lost from here on."""
-        self.step = step
-        self._submit(Task(Call("snapshot", "", "snapshot"), step, begins=True))
-
-    def _submit(self, task: Task) -> Task:
+        A call that `begins` a step takes the snapshot to which the group goes back if it is lost later.
+        """
+        task = Task(call, self.step, Pieces(make_again=self._make_again), begins=begins)
         with CHANGED:
             if self._error is not None:
                 task.fail(self._error)
@@ -114,6 +110,11 @@ class WorkerGroup:
                 self._tasks.append(task)
                 CHANGED.notify_all()
         return task
+
+    def begin_step(self, step: int) -> None:
+        """Begin a step with a snapshot, after the calls so far."""
+        self.step = step
+        self.submit(Call("snapshot", "", "snapshot"), begins=True)
 
     def note_checkpoint(self) -> None:
         """Count restarts from here on, as the run would resume no earlier than this checkpoint."""

@@ -208,6 +208,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
                 "optimizer must be given for a model that is trained: got null, as for a reference. Pass "
                 "optimizer=OptimizerConfig() to its config."
             )
+        self.train()
         micro_batches, weights, total_weight = self._weigh(input_, loss_weight_fn, rows_per_unit)
         self._has_trained = True
         self.optimizer.zero_grad()
@@ -244,6 +245,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
     def eval_batch(
         self, input_: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *, rows_per_unit: int = 1
     ) -> float:
+        self.eval()
         micro_batches, weights, total_weight = self._weigh(input_, loss_weight_fn, rows_per_unit)
         losses = [self._weighted_loss(mb, weight, loss_fn) for mb, weight in zip(micro_batches, weights)]
         self.model.reshard()
@@ -252,8 +254,8 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
     @heartbeat.waiting("all ranks in a forward pass", on="ranks")
     @torch.no_grad()
     def forward(self, input_: TensorDict, post_hook: Callable[[Any, TensorDict], torch.Tensor]) -> torch.Tensor:
-        micro_batches = self._split(input_)
-        values = []
+        self.eval()
+        micro_batches, values = self._split(input_), []
         for micro_batch in micro_batches:
             hidden_NH, packed = self._hidden_states(micro_batch)
             if micro_batch.num_tokens:

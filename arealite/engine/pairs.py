@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from arealite.algorithms.preferences import PairLosses
 from arealite.engine.fsdp_engine import FSDPEngine
-from arealite.engine.ppo.metrics import MaskedMetrics
+from arealite.engine.ppo.metrics import MaskedMetrics, of_steps
 from arealite.utils.distributed import all_reduce_numbers
 
 PairLossFn = Callable[[Any, TensorDict], PairLosses]
@@ -22,7 +22,6 @@ PairLossFn = Callable[[Any, TensorDict], PairLosses]
 
 def train_pairs(engine: FSDPEngine, columns: TensorDict, loss_fn: PairLossFn, *, group: str) -> dict[str, float]:
     """Take one optimizer step and one of the schedule; return metrics named `group/...`, equal on all ranks."""
-    engine.train()
     metrics = MaskedMetrics()
     result = engine.train_batch(columns, _mean(loss_fn, metrics), _num_pairs, rows_per_unit=2)
     engine.step_lr_scheduler()
@@ -32,16 +31,13 @@ def train_pairs(engine: FSDPEngine, columns: TensorDict, loss_fn: PairLossFn, *,
         f"{group}/loss": result["loss"],
         **engine.costs.take(engine.parallelism_group),
         **{f"{group}/{name}": value for name, value in statistics.items()},
-        "optim/grad_norm": result["grad_norm"],
-        "optim/lr": result["lr"],
-        "optim/skipped_steps": 1.0 - result["update_successful"],
+        **of_steps([result], "optim"),
         "perf/processed_tokens": num_tokens,
     }
 
 
 def evaluate_pairs(engine: FSDPEngine, columns: TensorDict, loss_fn: PairLossFn) -> dict[str, float]:
     """Return the loss and the metrics of `train_pairs` as `eval/...`, without training."""
-    engine.eval()
     metrics = MaskedMetrics()
     loss = engine.eval_batch(columns, _mean(loss_fn, metrics), _num_pairs, rows_per_unit=2)
     statistics = metrics.reduce(engine.parallelism_group)

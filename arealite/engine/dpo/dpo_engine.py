@@ -27,7 +27,6 @@ class DPOEngine:
     def compute_logprobs(self, batch: TensorDict) -> torch.Tensor:
         """Return the logprob `[B, T]` of every token, 0 for padding and first tokens: of the reference, the key
         `ref_logprobs` of a batch."""
-        self.engine.eval()
         return self.engine.forward(
             batch.select("input_ids", "attention_mask"),
             lambda logits, micro_batch: packed_logprobs(logits, micro_batch["input_ids"], micro_batch["cu_seqlens"]),

@@ -29,7 +29,15 @@ from arealite.api.errors import ConfigError
 from arealite.api.workflow_api import runs_of
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.batch import answers_of, groups_of, require_key
-from arealite.engine.ppo.metrics import OF_TOKENS, MaskedMetrics, add_batch, count_tokens, note_losses, note_tokens
+from arealite.engine.ppo.metrics import (
+    OF_TOKENS,
+    MaskedMetrics,
+    add_batch,
+    count_tokens,
+    note_losses,
+    note_tokens,
+    of_steps,
+)
 from arealite.engine.ppo.own_functions import checked_advantages, checked_loss_fn
 from arealite.utils.distributed import all_reduce, all_reduce_numbers, of_all_ranks
 from arealite.utils.tensors import INPUTS
@@ -72,7 +80,6 @@ class PPOActor:
         (top-p, top-k); with `whole`, and always for a reference (no optimizer), over the whole vocabulary.
         """
         keys = INPUTS if whole or self.config.optimizer is None else TOKENS
-        self.engine.eval()
         return self.engine.forward(
             batch.select(*keys, strict=False),
             lambda logits, micro_batch: packed_logprobs(
@@ -116,7 +123,6 @@ class PPOActor:
         columns["token_place"] = mask_BT.flatten().cumsum(0).view_as(mask_BT) - 1
         num_tokens = int(mask_BT.sum())
         self.per_token = {key: torch.full((num_tokens,), torch.nan, device=self.engine.device) for key in OF_TOKENS}
-        self.engine.train()
         num_minibatches = min(self.config.ppo_n_minibatches, num_groups)
         minibatch_B = groups_B % num_minibatches
         loss_fn = self.loss_fn or functools.partial(token_losses, choices=self.config)
@@ -129,9 +135,7 @@ class PPOActor:
             "policy/loss": sum(step["loss"] for step in steps) / len(steps),
             **self.engine.costs.take(self.engine.parallelism_group),
             **metrics.reduce(self.engine.parallelism_group),
-            "optim/grad_norm": sum(step["grad_norm"] for step in steps) / len(steps),
-            "optim/lr": steps[0]["lr"],
-            "optim/skipped_steps": sum(1.0 - step["update_successful"] for step in steps),
+            **of_steps(steps, "optim"),
             "perf/skipped_tokens": sum(step["skipped_tokens"] for step in steps),
             **self.describe(batch),
         }

@@ -17,7 +17,7 @@ from arealite.algorithms.value import critic_loss
 from arealite.api.cli_args import PPOCriticConfig
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.batch import groups_of, require_key
-from arealite.engine.ppo.metrics import MaskedMetrics
+from arealite.engine.ppo.metrics import MaskedMetrics, of_steps
 from arealite.utils.distributed import all_reduce
 
 
@@ -35,7 +35,6 @@ class PPOCritic:
 
     def compute_values(self, batch: TensorDict) -> torch.Tensor:
         """Return the value `[B, T]` of every token under the current weights, 0 for padding and first tokens."""
-        self.engine.eval()
         return self.engine.forward(
             batch.select("input_ids", "attention_mask"),
             lambda values_N, micro_batch: align_with_tokens(values_N, micro_batch["cu_seqlens"]),
@@ -53,7 +52,6 @@ class PPOCritic:
         columns["loss_mask"] = batch["returns_mask"]
         metrics = MaskedMetrics()
         metrics.add(columns["loss_mask"], {"value/mean": batch["values"], "value/return": batch["returns"]})
-        self.engine.train()
         num_minibatches = min(self.config.ppo_n_minibatches, num_groups)
         loss_fn = functools.partial(self._loss, metrics=metrics)
         steps = [
@@ -65,9 +63,7 @@ class PPOCritic:
             "value/loss": sum(step["loss"] for step in steps) / len(steps),
             **metrics.reduce(self.engine.parallelism_group),
             "value/explained_variance": self._explained_variance(columns),
-            "value/grad_norm": sum(step["grad_norm"] for step in steps) / len(steps),
-            "value/lr": steps[0]["lr"],
-            "value/skipped_steps": sum(1.0 - step["update_successful"] for step in steps),
+            **of_steps(steps, "value"),
         }
 
     def _loss(self, values_N: torch.Tensor, micro_batch: TensorDict, *, metrics: MaskedMetrics) -> torch.Tensor:

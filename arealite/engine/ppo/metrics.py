@@ -3,7 +3,7 @@
 # B rows, R runs of a workflow, N packed tokens
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -77,6 +77,15 @@ def count_tokens(batch: TensorDict, trained: torch.Tensor, group: dist.ProcessGr
     counts = [mask_BT.sum().item() for mask_BT in (unknown_BT, batch["attention_mask"], trained)]
     names = ("rollout/unknown_logprobs", "perf/processed_tokens", "perf/trained_tokens")
     return dict(zip(names, all_reduce_numbers(counts, group=group), strict=True))
+
+
+def of_steps(steps: Sequence[Mapping[str, float]], name: str) -> dict[str, float]:
+    """Return the metrics `name/...` of the optimizer steps of an update, from the results of `train_batch`."""
+    return {
+        f"{name}/grad_norm": sum(step["grad_norm"] for step in steps) / len(steps),
+        f"{name}/lr": steps[0]["lr"],
+        f"{name}/skipped_steps": sum(1.0 - step["update_successful"] for step in steps),
+    }
 
 
 def of_workflow(batch: TensorDict, runs: Runs) -> dict[str, torch.Tensor]:

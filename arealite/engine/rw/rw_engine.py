@@ -24,7 +24,6 @@ class RWEngine:
 
     def compute_scores(self, batch: TensorDict) -> torch.Tensor:
         """Return the score `[B]` of every row."""
-        self.engine.eval()
         columns = _columns(batch)
         values_BT = self.engine.forward(columns, lambda values_N, _: values_N)
         positions_T = torch.arange(values_BT.shape[1], device=values_BT.device)

@@ -14,6 +14,7 @@ from tensordict import TensorDict
 from arealite.algorithms.logprobs import LazyLogits, count_loss_tokens, packed_logprobs, trained_tokens
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.engine.ppo.metrics import of_steps
 from arealite.utils.distributed import all_reduce_numbers
 from arealite.utils.tensors import INPUTS
 
@@ -26,7 +27,6 @@ class LMEngine:
 
     def train_lm(self, batch: TensorDict) -> dict[str, float]:
         """Take one optimizer step and one of the schedule; return metrics, equal on all ranks."""
-        self.engine.train()
         columns = _columns(batch)
         result = self.engine.train_batch(columns, sft_loss_fn, count_loss_tokens)
         self.engine.step_lr_scheduler()
@@ -36,16 +36,13 @@ class LMEngine:
             "sft/loss": result["loss"],
             **self.engine.costs.take(self.engine.parallelism_group),
             "sft/ppl": math.exp(min(result["loss"], 100.0)),
-            "optim/grad_norm": result["grad_norm"],
-            "optim/lr": result["lr"],
-            "optim/skipped_steps": 1.0 - result["update_successful"],
+            **of_steps([result], "optim"),
             "perf/processed_tokens": num_tokens,
             "perf/trained_tokens": num_trained,
         }
 
     def evaluate_lm(self, batch: TensorDict) -> float:
         """Return the loss of `train_lm` without training."""
-        self.engine.eval()
         return self.engine.eval_batch(_columns(batch), sft_loss_fn, count_loss_tokens)
 
 
