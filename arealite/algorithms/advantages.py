@@ -1,11 +1,11 @@
-"""Advantages: from the rewards of answers to one number per trained token.
+"""Advantages: one number per trained token, from the rewards of samples.
 
-`advantages_of` is the whole way. An *answer* is one sample of a prompt's group: a row of the batch, or several rows
-(turns of an agent), which share its advantage. Rows may lie on several ranks: statistics take a `reduce` that sums a
+`advantages_of` is the entry point. A *sample* is one member of a prompt's group: a row of the batch, or several rows
+(turns of an agent) that share its advantage. Rows may be spread over ranks: statistics take a `reduce` that sums a
 tensor over ranks (default: one rank).
 """
 
-# B sequences, T padded tokens, A answers, N values, G groups
+# B sequences, T padded tokens, R samples, N values, G groups
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,29 +19,29 @@ from arealite.algorithms.value import adaptive_lambda, gae, token_rewards
 Batch = Mapping[str, torch.Tensor]
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 AdvantageFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""`(rewards [A], group_index [A], num_tokens [A]) -> advantages [A]` over all answers of the global batch."""
+"""`(rewards [R], group_index [R], num_tokens [R]) -> advantages [R]` over all samples of the global batch."""
 
 
 @dataclass(frozen=True)
-class Answers:
-    """The answers of this rank, which statistics compare within groups over all ranks; all `[A]` but `of_rows [B]`."""
+class Samples:
+    """The samples of this rank; statistics compare them within groups over all ranks. `[R]`, except `of_rows [B]`."""
 
     rewards: torch.Tensor
     groups: torch.Tensor
-    """Numbered from 0 over all ranks, `num_groups` of them."""
+    """Group of each sample, numbered from 0 to `num_groups` over all ranks."""
     num_groups: int
     num_tokens: torch.Tensor
-    """Trained ones."""
+    """Trained tokens."""
     num_sampled: torch.Tensor
-    """Tokens, trained or not."""
+    """Sampled tokens, trained or not."""
     is_truncated: torch.Tensor
     of_rows: torch.Tensor
-    """The answer of each row."""
+    """Index of the sample that each row belongs to."""
 
 
 def advantages_of(
     batch: Batch,
-    answers: Answers,
+    samples: Samples,
     choices: Any,
     reduce: Reduce = torch.clone,
     *,
@@ -49,31 +49,31 @@ def advantages_of(
 ) -> dict[str, torch.Tensor]:
     """Return `advantages [B, T]`, 0 outside of `loss_mask`; for a critic also `returns` and `returns_mask`.
 
-    `choices` are the resolved settings of an actor. GRPO: the reward of an answer minus the mean of its group, over
-    their deviation, for each of its trained tokens. `batch` has `loss_mask`, and where tokens have rewards of their
-    own `values`, `turn_rewards` or `kl` (estimates of the divergence from the reference, for a penalty in rewards).
+    GRPO: the reward of a sample minus the mean of its group, divided by their deviation, for each trained token.
+    `choices` is the resolved config of the actor. `batch` has `loss_mask` and, if tokens have their own rewards,
+    `values`, `turn_rewards` or `kl` (estimates of the divergence from the reference, for a penalty in the reward).
     """
     mask_BT = batch["loss_mask"]
-    scores_A = shaped_rewards(batch, answers, choices)
+    scores_R = shaped_rewards(batch, samples, choices)
     if advantage_fn is not None:
-        scores_A = advantage_fn(scores_A, answers.groups, answers.num_tokens)
+        scores_R = advantage_fn(scores_R, samples.groups, samples.num_tokens)
     else:
         if choices.reward_scale == "group_mean":
-            _require_no_negative(scores_A)
-        scores_A = reward_advantages(
-            scores_A,
-            answers.groups,
-            answers.num_groups,
-            baseline="none" if choices.baseline == "critic" else choices.baseline,  # whose values enter token by token
+            _require_no_negative(scores_R)
+        scores_R = reward_advantages(
+            scores_R,
+            samples.groups,
+            samples.num_groups,
+            baseline="none" if choices.baseline == "critic" else choices.baseline,  # its values are per token
             scale=choices.reward_scale,
-            lengths=answers.num_tokens,
+            lengths=samples.num_tokens,
             reduce=reduce,
         )
-    columns = {"advantages": torch.where(mask_BT, scores_A[answers.of_rows][:, None], 0.0)}
+    columns = {"advantages": torch.where(mask_BT, scores_R[samples.of_rows][:, None], 0.0)}
     if choices.baseline == "critic" or choices.discount != 1 or {"kl", "turn_rewards"} & batch.keys():
-        columns = token_advantages(batch, scores_A, answers, choices)
+        columns = token_advantages(batch, scores_R, samples, choices)
     if choices.adv_norm or choices.group_adv_norm:
-        groups_B, num_groups = answers.groups[answers.of_rows], answers.num_groups
+        groups_B, num_groups = samples.groups[samples.of_rows], samples.num_groups
         if not choices.group_adv_norm:  # the whole batch is one group
             groups_B, num_groups = torch.zeros_like(groups_B), 1
         groups_N, values_N = groups_B[:, None].expand_as(mask_BT)[mask_BT], columns["advantages"][mask_BT]
@@ -81,25 +81,25 @@ def advantages_of(
     return columns
 
 
-def shaped_rewards(batch: Batch, answers: Answers, choices: Any) -> torch.Tensor:
-    """Return the rewards `[A]`: those of truncated answers replaced, of long ones lowered, then biased and scaled."""
-    rewards_A = answers.rewards.float()
+def shaped_rewards(batch: Batch, samples: Samples, choices: Any) -> torch.Tensor:
+    """Return the rewards `[R]` after the rules for truncated and overlong samples, bias, scale and clip."""
+    rewards_R = samples.rewards.float()
     if choices.truncated == "zero":
-        rewards_A = rewards_A.masked_fill(answers.is_truncated, 0.0)
+        rewards_R = rewards_R.masked_fill(samples.is_truncated, 0.0)
     if choices.overlong_buffer is not None:
         bounds = {"longest": choices.max_new_tokens, "buffer": choices.overlong_buffer}
-        rewards_A = rewards_A + choices.overlong_penalty * overlong_penalty(answers.num_sampled, **bounds)
-    rewards_A = (rewards_A + choices.reward_bias) * choices.reward_scaling
+        rewards_R = rewards_R + choices.overlong_penalty * overlong_penalty(samples.num_sampled, **bounds)
+    rewards_R = (rewards_R + choices.reward_bias) * choices.reward_scaling
     if choices.reward_clip is not None:
-        rewards_A = rewards_A.clamp(-choices.reward_clip, choices.reward_clip)
-    if choices.baseline == "leave_one_out" and "kl" in batch:  # part of the reward that other answers are compared with
-        kl_A = torch.zeros_like(rewards_A).index_add(0, answers.of_rows, batch["kl"].sum(dim=1))
-        rewards_A = rewards_A - choices.kl_ctl * kl_A
-    return rewards_A
+        rewards_R = rewards_R.clamp(-choices.reward_clip, choices.reward_clip)
+    if choices.baseline == "leave_one_out" and "kl" in batch:  # the baseline of the others includes it
+        kl_R = torch.zeros_like(rewards_R).index_add(0, samples.of_rows, batch["kl"].sum(dim=1))
+        rewards_R = rewards_R - choices.kl_ctl * kl_R
+    return rewards_R
 
 
 def _require_no_negative(rewards: torch.Tensor) -> None:
-    """A group whose mean is 0 or below would have the advantages of another group, or none."""
+    """Division by a group mean of 0 or below would give no advantages, or reversed ones."""
     if (rewards < 0).any():
         raise ValueError(
             f"rewards must be at least 0 with reward_scale group_mean: got {rewards.min().item():g}. Set "
@@ -117,12 +117,12 @@ def reward_advantages(
     lengths: torch.Tensor | None = None,
     reduce: Reduce = torch.clone,
 ) -> torch.Tensor:
-    """Return the advantage `[B]` of each answer: (reward - baseline) / scale, of `rewards [B]` in `groups [B]`.
+    """Return the advantage `[B]` of each completion: (reward - baseline) / scale, of `rewards [B]` in `groups [B]`.
 
-    Baselines: none, group_mean (GRPO), leave_one_out (the mean of the other answers: RLOO, arXiv:2402.14740) and
-    length_weighted (by the trained tokens, `lengths [B]`, the baseline of least variance: arXiv:2505.23585). Scales:
-    none, group_std, batch_std (arXiv:2508.08221) and group_mean (for rewards >= 0: MaxRL, arXiv:2602.02710). Deviations
-    are of the population. A group of one, or whose rewards are all equal, gets 0 with any baseline but none.
+    Baselines: none, group_mean (GRPO), leave_one_out (mean of the other samples: RLOO, arXiv:2402.14740) and
+    length_weighted (mean weighted by trained tokens, `lengths [B]`; least variance, arXiv:2505.23585). Scales: none,
+    group_std, batch_std (arXiv:2508.08221) and group_mean (for rewards >= 0: MaxRL, arXiv:2602.02710). Deviations are
+    population deviations. A group of size 1 or with equal rewards gets 0 with every baseline except none.
     """
     check_choice("baseline", baseline, ("none", "group_mean", "leave_one_out", "length_weighted"))
     check_choice("scale", scale, ("none", "group_std", "batch_std", "group_mean"))
@@ -150,7 +150,7 @@ def reward_advantages(
 def overlong_penalty(lengths: torch.Tensor, *, longest: int, buffer: int) -> torch.Tensor:
     """Return `[B]`: 0 for `lengths [B]` up to longest - buffer, then falling to -1 at `longest`, arXiv:2503.14476.
 
-    To be added to rewards before their baseline is taken.
+    Add it to rewards before the baseline is subtracted.
     """
     return ((longest - buffer - lengths.float()) / buffer).clamp(-1.0, 0.0)
 
@@ -163,7 +163,7 @@ def whiten(
 ) -> torch.Tensor:
     """Return `(value - mean) / (deviation + eps)` `[N]` within each group, for `values [N]` of `groups [N]`.
 
-    Of rewards, with the samples of a prompt as a group, this is the advantage of GRPO, arXiv:2402.03300.
+    Applied to rewards, with the samples of a prompt as a group, this is the advantage of GRPO, arXiv:2402.03300.
     """
     mean_G, deviation_G = spread(values, groups, num_groups, reduce=reduce)
     return ((values.double() - mean_G[groups]) / (deviation_G[groups] + eps)).to(values.dtype)
@@ -173,7 +173,7 @@ def spread(
     values: torch.Tensor, groups: torch.Tensor, num_groups: int, *, reduce: Reduce = torch.clone
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return mean and deviation `[G]` of the `values [N]` of each group; a group without values gets NaN."""
-    values_N = values.double()  # so that a group of one, or of equal values, deviates by exactly 0
+    values_N = values.double()  # groups of size 1 or of equal values must have a deviation of exactly 0
     weights_N = torch.ones_like(values_N)
     mean_G = _group_mean(values_N, weights_N, groups, num_groups, reduce)
     return mean_G, _group_mean((values_N - mean_G[groups]).square(), weights_N, groups, num_groups, reduce).sqrt()
@@ -192,31 +192,31 @@ def _group_mean(
 def reward_spread(
     rewards: torch.Tensor, groups: torch.Tensor, num_groups: int, *, reduce: Reduce = torch.clone
 ) -> dict[str, float]:
-    """Return the deviation of `rewards [A]` over all ranks, and the share of dead groups, whose rewards are all equal.
+    """Return the deviation of `rewards [R]` over all ranks, and the share of dead groups.
 
-    A dead group has no gradient with a baseline of groups.
+    The rewards of a dead group are all equal: with a group baseline it has no gradient.
     """
     (deviation,) = spread(rewards, torch.zeros_like(groups), 1, reduce=reduce)[1].tolist()
     deviations_G = spread(rewards, groups, num_groups, reduce=reduce)[1]
     return {"reward/std": deviation, "reward/dead_group_ratio": (deviations_G == 0).sum().item() / num_groups}
 
 
-# Tokens with rewards of their own
+# Rewards per token
 
 
-def token_advantages(batch: Batch, scores: torch.Tensor, answers: Answers, choices: Any) -> dict[str, torch.Tensor]:
-    """Return the columns of `advantages_of` by GAE, before they are normalised, for `scores [A]` of the answers.
+def token_advantages(batch: Batch, scores: torch.Tensor, samples: Samples, choices: Any) -> dict[str, torch.Tensor]:
+    """Return the columns of `advantages_of` before normalisation, by GAE from `scores [R]` of the samples.
 
-    A token's reward is the score on the last one, minus a KL penalty, plus what turns earned. `values [B, T]` are a
-    critic's, 0 without one.
+    The reward of a token is the score (last token only) plus its turn reward minus the KL penalty. Without a critic,
+    values are 0.
     """
     mask_BT, turn_rewards_BT = batch["loss_mask"], batch.get("turn_rewards")
-    if turn_rewards_BT is not None:  # of the scores remains what bias, penalties and clipping have changed
+    if turn_rewards_BT is not None:  # scores keep only the change by bias, penalties and clipping
         turn_rewards_BT = turn_rewards_BT * choices.reward_scaling
-        scores = scores - answers.rewards * choices.reward_scaling
+        scores = scores - samples.rewards * choices.reward_scaling
     kl_BT = None if choices.baseline == "leave_one_out" else batch.get("kl")
     penalties = {"kl_ctl": choices.kl_ctl, "turn_rewards": turn_rewards_BT}
-    rewards_BT = token_rewards(scores[answers.of_rows], mask_BT, kl_BT, **penalties)
+    rewards_BT = token_rewards(scores[samples.of_rows], mask_BT, kl_BT, **penalties)
     columns, values_BT, gae_lambda = {}, torch.zeros_like(rewards_BT), choices.gae_lambda
     if choices.baseline == "critic":
         values_BT = torch.where(mask_BT, batch["values"], 0.0)

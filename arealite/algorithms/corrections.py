@@ -1,11 +1,11 @@
-"""Corrections for data of another policy: factors of token losses, and what to leave out.
+"""Off-policy corrections: factors and masks of token losses.
 
-The rollout policy is that of the server, with its numerics and older weights; the proximal policy is that of the
-trainer before the update. All of this is computed once per batch, before it is split, and carries no gradient. What is
-left out leaves the sum of the losses, but not the count that they are divided by.
+The rollout policy is the server's, with its numerics and older weights; the proximal policy is the trainer's before the
+update. Corrections are computed once per batch, before it is split, and carry no gradient. A masked token leaves the
+sum of the losses, but not the count that divides it.
 """
 
-# B answers, T padded tokens, N trained tokens of this rank
+# B completions, T padded tokens, N trained tokens of this rank
 
 import math
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from arealite.algorithms.kl import kl_estimates
 from arealite.algorithms.ratios import MAX_LOG_RATIO, check_choice, masked_log_ratio
 
 MAX_TOKEN_WEIGHT = 2.0
-"""Bound of the token weights of level geometric, whose own bounds are of completions: that of TIS."""
+"""Bound of token weights at level geometric, whose configured bounds apply to completions; the bound of TIS."""
 
 
 def corrections_of(batch: Mapping[str, torch.Tensor], choices: Any, reduce: Reduce = torch.clone) -> torch.Tensor:
@@ -32,7 +32,7 @@ def corrections_of(batch: Mapping[str, torch.Tensor], choices: Any, reduce: Redu
         settings = {key: value for key, value in vars(choices.correction).items() if value is not None}
         factors_BT = correction_factors(*logprobs, mask_BT, **settings)
     if choices.sequence_mask_delta is not None:
-        drifted_B = drifted_answers(*logprobs, batch["advantages"], mask_BT, delta=choices.sequence_mask_delta)
+        drifted_B = drifted_completions(*logprobs, batch["advantages"], mask_BT, delta=choices.sequence_mask_delta)
         factors_BT = factors_BT.masked_fill(drifted_B[:, None], 0.0)
     if choices.second_moment_limit is not None:
         limit = choices.second_moment_limit
@@ -54,11 +54,12 @@ def correction_factors(
 ) -> torch.Tensor:
     """Return the factor `[B, T]` of each token's loss, from `[B, T]` tensors; 0 outside of the mask.
 
-    The weight is w = pi_prox / pi_rollout of the token, at level sequence their product over the answer, at level
-    geometric their geometric mean. Truncate bounds it (TIS). Mask keeps it where it is within the bounds, and is 0
-    elsewhere (IcePop); at level geometric the factor of an answer's tokens is then their own w, at most
+    The weight is w = pi_prox / pi_rollout of the token; at level sequence the product of w over the completion, at
+    level geometric the geometric mean. Truncate bounds it (TIS). Mask keeps it where it is within the bounds, and is 0
+    elsewhere (IcePop); at level geometric, tokens of a kept completion have their own w as factor, at most
     MAX_TOKEN_WEIGHT. `metric` k1, k2 or k3 bounds estimates of KL(pi_rollout || pi_prox) instead: per token, summed, or
-    averaged over the answer. A weight that no bound keeps below e^MAX_LOG_RATIO becomes 0: it would own the step.
+    averaged over the completion. A weight without a bound that reaches e^MAX_LOG_RATIO becomes 0: it would dominate the
+    step.
     """
     check_choice("level", level, ("token", "sequence", "geometric"))
     check_choice("action", action, ("truncate", "mask"))
@@ -81,7 +82,7 @@ def correction_factors(
 
 
 @torch.no_grad()
-def drifted_answers(
+def drifted_completions(
     logprobs: torch.Tensor,
     rollout_logprobs: torch.Tensor,
     advantages: torch.Tensor,
@@ -89,10 +90,10 @@ def drifted_answers(
     *,
     delta: float,
 ) -> torch.Tensor:
-    """Return `[B]`: whether an answer has negative advantages, and a mean of log(pi_rollout / pi) above `delta`.
+    """Return `[B]`: True for completions with negative advantages and a mean log(pi_rollout / pi) above `delta`.
 
-    Their arguments are `[B, T]`. What the policy has moved away from already need not be pushed further: the sequence
-    mask of DeepSeek-V3.2, arXiv:2512.02556.
+    Arguments are `[B, T]`. The policy has moved away from these completions already: the sequence mask of
+    DeepSeek-V3.2, arXiv:2512.02556.
     """
     mask_BT = loss_mask.bool()
     lengths_B = mask_BT.sum(dim=1).clamp(min=1)
@@ -109,16 +110,16 @@ def second_moment_mask(
     max_moment: float,
     reduce: Reduce = torch.clone,
 ) -> torch.Tensor:
-    """Return the bool mask `[B, T]` of tokens to keep: all but those with the largest squared log ratios.
+    """Return the bool mask `[B, T]` of tokens to keep: all except those with the largest squared log ratios.
 
-    As few are left out as bring the mean of log(pi_prox / pi_rollout)^2 over the kept tokens of all ranks to
-    `max_moment` (M2PO, arXiv:2510.01161); of equal ones, all or none.
+    It drops as few tokens as bring the mean of log(pi_prox / pi_rollout)^2 over the kept tokens of all ranks down to
+    `max_moment` (M2PO, arXiv:2510.01161). Tokens with equal ratios are all kept or all dropped.
     """
     mask_BT = loss_mask.bool()
     squares_BT = masked_log_ratio(proximal_logprobs, rollout_logprobs, mask_BT).float().square()
-    bits_BT = squares_BT.view(torch.int32)  # ordered like the floats that they encode, as none is negative
+    bits_BT = squares_BT.view(torch.int32)  # non-negative floats sort like their bits
     squares_N, bits_N = squares_BT[mask_BT].double(), bits_BT[mask_BT]
-    end = 0  # the largest for which the mean of what is encoded below it is within the bound, found bit by bit
+    end = 0  # binary search, bit by bit, for the largest bound whose tokens below it have a small enough mean
     for bit in reversed(range(31)):
         squares_of_kept_N = squares_N[bits_N < end + (1 << bit)]
         moment = reduce(torch.stack([squares_of_kept_N.sum(), squares_of_kept_N.new_tensor(len(squares_of_kept_N))]))
@@ -128,7 +129,7 @@ def second_moment_mask(
 
 
 def _pool(values_BT: torch.Tensor, mask_BT: torch.Tensor, level: str) -> torch.Tensor:
-    """Return values, or their sums (level sequence) or means (geometric) over answers, `[B, T]`."""
+    """Return `[B, T]`: the values, their sums per completion (level sequence) or their means (level geometric)."""
     if level == "token":
         return values_BT
     divisor_B1 = mask_BT.sum(dim=1, keepdim=True).clamp(min=1) if level == "geometric" else 1

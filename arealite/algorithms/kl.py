@@ -1,7 +1,7 @@
-"""Estimators of KL(p || q) from single tokens sampled from p, with J. Schulman's names, and penalties made of them.
+"""Estimators of KL(p || q) from single tokens sampled from p, and the penalties built on them.
 
-http://joschu.net/blog/kl-approx.html. An estimator of the divergence is not one of its gradient: as a loss, k1 has the
-expected gradient 0, and k3 that of KL(q || p).
+Names are J. Schulman's, http://joschu.net/blog/kl-approx.html. An estimator of the divergence is not an estimator of
+its gradient: as a loss, k1 has the expected gradient 0, and k3 that of KL(q || p).
 """
 
 # N packed tokens
@@ -31,9 +31,9 @@ def kl_losses(
 ) -> torch.Tensor:
     """Return a penalty `[N]` whose expected gradient is that of KL(pi || pi_ref), for `logprobs [N]`; 0 where masked.
 
-    `batch` has `ref_logprobs`, `proximal_logprobs` and `loss_mask`, `[N]`. k2 as it is; k3 times r = pi / pi_prox with
-    its gradient, so that tokens count as pi would sample them. k1 is refused: it would pull nowhere. Where
-    `logprobs` are over kept sets, `whole [N]` are those over the whole vocabulary, as the reference's are.
+    `batch` has `ref_logprobs`, `proximal_logprobs` and `loss_mask`, `[N]`. k2 is used as it is, k3 times
+    r = pi / pi_prox with its gradient, which weights tokens as pi would sample them. k1 is refused: its expected
+    gradient is 0. If `logprobs` are over kept sets, `whole [N]` are over the whole vocabulary, like the reference's.
     """
     check_choice("the estimator of a KL loss", estimator, ("k2", "k3"))
     mask_N = batch["loss_mask"].bool()

@@ -1,8 +1,8 @@
-"""Logprobs of packed tokens from logits that never exist as a whole.
+"""Logprobs of packed tokens without materialising the logits.
 
-Results are aligned with the token they are about, as in a trajectory: `logprobs[n]` is the logprob of token n given the
-tokens before it in its sequence, and 0 for the first token of a sequence, which nothing predicts. Logits come in blocks
-of the vocabulary, once in the forward and once more in the backward pass; in between only the normalizers are kept.
+Results are aligned as in a trajectory: `logprobs[n]` is the logprob of token n given the tokens before it in its
+sequence, and 0 for the first token of a sequence. Logits are computed in blocks of the vocabulary, in the forward pass
+and again in the backward pass; only the normalizers are kept in between.
 """
 
 # B sequences, T padded tokens, N packed tokens, H hidden size, V vocabulary, K columns of a block, M ids of kept sets
@@ -25,9 +25,9 @@ _EXCLUDED = -1e20  # the logit of a token outside of a kept set; finite because 
 
 @dataclass(frozen=True)
 class LazyLogits:
-    """Logits `[N, V]` that are not computed yet: `scale * (hidden @ weight.T + bias)`, then the soft cap.
+    """Logits `[N, V]` that are computed on demand: `scale * (hidden @ weight.T + bias)`, then the soft cap.
 
-    A soft cap is `softcap * tanh(logits / softcap)`. Valid while a loss function runs: then the trainer frees the
+    A soft cap is `softcap * tanh(logits / softcap)`. Valid only while a loss function runs: the trainer then frees the
     gathered weight.
     """
 
@@ -52,7 +52,7 @@ class LazyLogits:
 
 
 class KeptSets(NamedTuple):
-    """The ids that each label was sampled from (top-p, top-k, min-p), ragged. A count of 0 means the whole softmax."""
+    """Ragged sets of ids that each label was sampled from (top-p, top-k, min-p); a count of 0 is the whole softmax."""
 
     ids_M: torch.Tensor
     counts_N: torch.Tensor
@@ -64,12 +64,12 @@ def kept_sets(micro_batch: Mapping[str, torch.Tensor]) -> KeptSets | None:
 
 
 class _Block(NamedTuple):
-    """Some columns of the logits, over the temperature."""
+    """A block of columns of the logits, divided by the temperature."""
 
     start: int
     stop: int
     scaled_NK: torch.Tensor
-    columns_N1: torch.Tensor  # of the labels in this block, 0 for the others
+    columns_N1: torch.Tensor  # columns of the labels in this block, 0 for other labels
     has_label_N1: torch.Tensor
     excluded_NK: torch.Tensor | None
 
@@ -98,12 +98,12 @@ def _blocks(logits: LazyLogits, labels_N: torch.Tensor, temperature: float, kept
             excluded_NK = excluded_NK[:, :-1]  # without the column for ids of other blocks
         scaled_NK = logits.block(start, stop).div_(temperature)
         yield _Block(start, stop, scaled_NK, columns_N1, has_label_N1, excluded_NK)
-        del scaled_NK, excluded_NK  # before the next ones are made
+        del scaled_NK, excluded_NK  # free them before the next block is computed
 
 
 @dataclass(frozen=True)
 class _Settings:
-    """What `_LogprobsAndEntropy` needs beside tensors."""
+    """Plain arguments of `_LogprobsAndEntropy`."""
 
     temperature: float
     scale: float
@@ -136,7 +136,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
                 kept_normalizer_N = torch.logaddexp(kept_normalizer_N, block.kept().logsumexp(1))
             if settings.with_entropy:
                 normalizer_N, entropy_N = _add_entropy(normalizer_N, entropy_N, block.scaled_NK)
-            del block  # before the next one is made
+            del block  # free it before the next block is computed
         if kept is None and settings.with_entropy:
             kept_normalizer_N = normalizer_N
         ctx.settings, ctx.kept = settings, kept
@@ -159,7 +159,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
             slope_NK, by_entropy_NK = None, None
             if settings.softcap is not None:
                 slope_NK = 1.0 - (block.scaled_NK * (settings.temperature / settings.softcap)).square_()
-            if settings.entropy_grad:  # p (log p + entropy) is the gradient of minus the entropy
+            if settings.entropy_grad:  # the gradient of -entropy is p (log p + entropy)
                 by_entropy_NK = block.scaled_NK - normalizer_N[:, None]
                 by_entropy_NK = by_entropy_NK.exp().mul_(by_entropy_NK.add_(entropy_N[:, None]))
                 by_entropy_NK.mul_(grad_entropy_N[:, None])
@@ -178,7 +178,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
                 grad_hidden_NH += rounded_NK @ weight_VH[columns]
             if grad_weight_VH is not None:
                 torch.mm(rounded_NK.t(), hidden_NH, out=grad_weight_VH[columns])
-            del block, d_NK, rounded_NK, slope_NK, by_entropy_NK  # before the next ones are made
+            del block, d_NK, rounded_NK, slope_NK, by_entropy_NK  # free them before the next block
         grad_hidden_NH = None if grad_hidden_NH is None else grad_hidden_NH.to(hidden_NH.dtype)
         return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None
 
@@ -186,9 +186,9 @@ class _LogprobsAndEntropy(torch.autograd.Function):
 def _add_entropy(
     normalizer_N: torch.Tensor, entropy_N: torch.Tensor, scaled_NK: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return normalizers and entropies of the tokens so far and those of a block.
+    """Return the normalizers and entropies of the columns so far together with those of a block.
 
-    The entropy of a union is what either half tells, plus that of the choice between them.
+    The entropy of a union is the weighted entropy of both parts plus the entropy of the choice between them.
     """
     of_block_N = scaled_NK.logsumexp(1)
     logprobs_NK = scaled_NK.sub_(of_block_N[:, None])
@@ -208,7 +208,7 @@ def gather_logprobs_entropy(
     with_entropy: bool = True,
     entropy_grad: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the logprobs of `gather_logprobs` and the entropies `[N]` of the whole softmax (0 unless `with_entropy`).
+    """Return the logprobs of `gather_logprobs` and the entropies `[N]` of the whole softmax, 0 without `with_entropy`.
 
     Entropies carry a gradient only with `entropy_grad`.
     """
@@ -221,8 +221,8 @@ def gather_logprobs(
 ) -> torch.Tensor:
     """Return the float32 logprobs `[N]` of `labels [N]` under softmax(`logits [N, V]` / temperature).
 
-    With `kept` the softmax of a token is over its kept set, which holds its label: what a server with top-p, top-k or
-    min-p sampled from. Without, it is over the whole vocabulary.
+    With `kept`, the softmax of a token is over its kept set (the ids that a server with top-p, top-k or min-p sampled
+    from), which contains its label. Otherwise it is over the whole vocabulary.
     """
     return gather_logprobs_entropy(logits, labels, temperature, kept=kept, with_entropy=False)[0]
 
@@ -260,12 +260,12 @@ def packed_logprobs_entropy(
 
 
 def _of_labels(kept: KeptSets | None) -> KeptSets | None:
-    """Move the sets of tokens to the positions before them. The first token, which nothing predicts, must have none."""
+    """Move each token's set to the position before it. The first token of a sequence must have no set."""
     return None if kept is None else KeptSets(kept.ids_M, kept.counts_N.roll(-1))
 
 
 def align_with_tokens(values: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """Move `values [N]` about the next token to that token; the first of a sequence (`cu_seqlens [B + 1]`) gets 0."""
+    """Shift `values [N]` of the next token to that token; the first of a sequence (`cu_seqlens [B + 1]`) gets 0."""
     is_first_N = torch.zeros(values.shape[0] + 1, dtype=torch.bool, device=values.device)
     is_first_N[cu_seqlens.long()] = True
     return values.roll(1).masked_fill(is_first_N[:-1], 0.0)
@@ -278,5 +278,5 @@ def trained_tokens(attention_mask: torch.Tensor, loss_mask: torch.Tensor) -> tor
 
 
 def count_loss_tokens(micro_batch: TensorDict) -> float:
-    """Return how many tokens the loss of a packed micro-batch is a mean over."""
+    """Return the number of tokens under the `loss_mask` of a packed micro-batch."""
     return float(micro_batch["loss_mask"].sum())

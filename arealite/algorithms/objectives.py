@@ -1,14 +1,13 @@
-"""Objectives of policy gradients: one loss per token.
+"""Policy-gradient objectives: one loss per token.
 
 Each is `f(logprobs [N], batch, settings) -> (token losses [N], statistics)` over `[N]` tensors of a packed micro-batch:
 `proximal_logprobs`, `rollout_logprobs`, `advantages`, `loss_mask`, `segment_ids` (row of a token). The actor averages
 over tokens and multiplies by the off-policy correction, because both depend on the whole batch. Invariants: the loss of
-a token depends on tokens of its own row only; tokens outside of the mask have loss and gradient 0, whatever they hold;
-where all ratios are 1 the gradient of an answer is -advantage. Statistics are `[N]` and carry no gradient.
-`token_losses` picks the objective by the actor's config.
+a token depends only on tokens of its row; masked tokens have loss and gradient 0, whatever their values; where all
+ratios are 1, the gradient of a completion is -advantage. Statistics are `[N]` and carry no gradient.
 """
 
-# N packed tokens, S answers of the micro-batch
+# N packed tokens, S completions of the micro-batch
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from tensordict import TensorDict
 
 from arealite.algorithms.kl import k3
-from arealite.algorithms.ratios import answer_means_of_tokens, check_choice, masked_log_ratio
+from arealite.algorithms.ratios import check_choice, completion_means_of_tokens, masked_log_ratio
 
 Batch = Mapping[str, torch.Tensor]
 TokenLosses = tuple[torch.Tensor, dict[str, torch.Tensor]]
@@ -28,9 +27,9 @@ MAX_DPPO_RATIO = 20.0
 
 
 def token_losses(logprobs: torch.Tensor, batch: Batch, choices: Any) -> TokenLosses:
-    """Return the losses and statistics of `choices.objective`, with its settings in `choices` (a resolved actor block).
+    """Return the losses and statistics of the objective that `choices`, the actor's resolved config, selects.
 
-    A token with advantage 0 has loss and gradient 0 under each objective.
+    A token with advantage 0 has loss and gradient 0 under every objective.
     """
     match choices.objective:
         case "ppo":
@@ -63,13 +62,13 @@ def ppo(
     """Return max(-r A, -clip(r, 1 - eps_clip, 1 + eps_clip_higher) A) with r = pi / pi_prox, arXiv:1707.06347.
 
     `c_clip` (dual clip, arXiv:1912.09729) bounds the loss of a token with a negative advantage at c_clip * |A|. With
-    `level="sequence"`, r is the geometric mean over the answer, for all of its tokens (GSPO, arXiv:2507.18071).
+    `level="sequence"`, r is the geometric mean over the completion for all its tokens (GSPO, arXiv:2507.18071).
     """
     check_choice("level", level, ("token", "sequence"))
     mask_N, advantages_N, log_ratio_N = _inputs(logprobs, batch)
     statistics = _ratio_statistics(log_ratio_N)
     if level == "sequence":
-        log_ratio_N = answer_means_of_tokens(log_ratio_N, mask_N, batch["segment_ids"])
+        log_ratio_N = completion_means_of_tokens(log_ratio_N, mask_N, batch["segment_ids"])
         statistics["ratio"] = log_ratio_N.detach().exp()
     ratio_N = log_ratio_N.exp()
     unclipped_N = -advantages_N * ratio_N
@@ -84,15 +83,15 @@ def ppo(
 
 
 def reinforce(logprobs: torch.Tensor, batch: Batch) -> TokenLosses:
-    """Return -A log pi: REINFORCE, without a ratio. The statistics compare with the proximal policy."""
+    """Return -A log pi: REINFORCE, without a ratio. Statistics are relative to the proximal policy."""
     mask_N, advantages_N, log_ratio_N = _inputs(logprobs, batch)
     return -advantages_N * torch.where(mask_N, logprobs, 0.0), _ratio_statistics(log_ratio_N)
 
 
 def cispo(logprobs: torch.Tensor, batch: Batch, *, cispo_max: float) -> TokenLosses:
-    """Return -min(r, cispo_max) A log pi with r = pi / pi_prox, which carries no gradient, arXiv:2506.13585.
+    """Return -min(r, cispo_max) A log pi with r = pi / pi_prox detached, arXiv:2506.13585.
 
-    There is no lower bound, and `cispo_max` is a ratio, not a distance from 1.
+    There is no lower bound. `cispo_max` is a ratio, not a distance from 1.
     """
     mask_N, advantages_N, log_ratio_N = _inputs(logprobs, batch)
     ratio_N = log_ratio_N.detach().exp()
@@ -112,24 +111,24 @@ def sapo(logprobs: torch.Tensor, batch: Batch, *, tau_positive: float, tau_negat
 
 
 def gmpo(logprobs: torch.Tensor, batch: Batch, *, eps_log: float) -> TokenLosses:
-    """Return -A times the geometric mean over the answer of clipped ratios r = pi / pi_prox, arXiv:2507.20673.
+    """Return -A times the geometric mean over the completion of clipped ratios r = pi / pi_prox, arXiv:2507.20673.
 
     A token's log ratio is clipped to +-`eps_log` where that makes the objective smaller, before the mean. The advantage
-    must be the same for all tokens of an answer.
+    must be the same for all tokens of a completion.
     """
     mask_N, advantages_N, log_ratio_N = _inputs(logprobs, batch)
     sign_N = advantages_N.sign()
     kept_N = sign_N * torch.minimum(sign_N * log_ratio_N, sign_N * log_ratio_N.clamp(-eps_log, eps_log))
-    mean_N = answer_means_of_tokens(kept_N, mask_N, batch["segment_ids"])
+    mean_N = completion_means_of_tokens(kept_N, mask_N, batch["segment_ids"])
     is_clipped_N = sign_N * log_ratio_N > eps_log
     return -advantages_N * mean_N.exp(), _ratio_statistics(log_ratio_N) | _clip_statistics(is_clipped_N, advantages_N)
 
 
 def dppo(logprobs: torch.Tensor, batch: Batch, *, delta: float) -> TokenLosses:
-    """Return -min(u, 20) A log pi with u = pi / pi_rollout, which carries no gradient, arXiv:2602.04879.
+    """Return -min(u, 20) A log pi with u = pi / pi_rollout detached, arXiv:2602.04879.
 
-    Tokens whose probability has moved by more than `delta` from that of the rollout, the way their advantage points,
-    have loss 0 (total variation). The ratio holds the off-policy correction already.
+    Tokens whose probability has already moved by more than `delta` from the rollout policy in the direction of their
+    advantage have loss 0 (total variation). The ratio includes the off-policy correction.
     """
     mask_N, advantages_N, log_ratio_N = _inputs(logprobs, batch)
     weight_N = masked_log_ratio(logprobs.detach(), batch["rollout_logprobs"], mask_N).exp().clamp(max=MAX_DPPO_RATIO)

@@ -1,6 +1,6 @@
-"""Losses of pairs: DPO, IPO and the Bradley-Terry loss of reward models.
+"""Losses of preference pairs: DPO, IPO and the Bradley-Terry loss of reward models.
 
-Rows are pairs, both in one micro-batch: row 2p is the chosen answer of pair p, row 2p + 1 the rejected one.
+Row 2p is the chosen completion of pair p, row 2p + 1 the rejected one; both are in the same micro-batch.
 """
 
 # N packed tokens, B rows, P pairs
@@ -10,21 +10,21 @@ from collections.abc import Mapping
 import torch
 from torch.nn.functional import logsigmoid
 
-from arealite.algorithms.ratios import answer_means, answer_sums, masked_log_ratio
+from arealite.algorithms.ratios import completion_means, completion_sums, masked_log_ratio
 
 PairLosses = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
-def answer_log_ratios(
+def completion_log_ratios(
     logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor], *, per_token: bool = False
 ) -> torch.Tensor:
-    """Return `[B]`: log(pi / pi_ref) of each answer, for `logprobs [N]`; its mean over tokens with `per_token`.
+    """Return `[B]`: log(pi / pi_ref) of each completion, for `logprobs [N]`; its mean over tokens with `per_token`.
 
     `batch` has `ref_logprobs`, `loss_mask` and `segment_ids`, `[N]`, and `cu_seqlens [B + 1]`.
     """
     mask_N = batch["loss_mask"].bool()
     log_ratio_N = masked_log_ratio(logprobs, batch["ref_logprobs"], mask_N)
-    return (answer_means if per_token else answer_sums)(
+    return (completion_means if per_token else completion_sums)(
         log_ratio_N, mask_N, batch["segment_ids"], len(batch["cu_seqlens"]) - 1
     )
 
@@ -63,7 +63,7 @@ def _pairs(values_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _statistics(chosen_P: torch.Tensor, rejected_P: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Describe the rewards `[P]` that the policy, or the reward model, gives."""
+    """Return the statistics `[P]` of the rewards of the policy or the reward model."""
     chosen_P, rejected_P = chosen_P.detach(), rejected_P.detach()
     margin_P = chosen_P - rejected_P
     rewards = {"chosen_reward": chosen_P, "rejected_reward": rejected_P}

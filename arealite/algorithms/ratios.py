@@ -1,17 +1,17 @@
-"""Logarithms of probability ratios, and their means over answers.
+"""Logarithms of probability ratios, and their means over completions.
 
-Invariant: what this returns is finite, whatever masked positions hold and however far two policies are apart.
+Invariant: results are finite, for any values at masked positions and any distance between two policies.
 """
 
-# N packed tokens, S answers of a micro-batch
+# N packed tokens, C completions of a micro-batch
 
 from collections.abc import Collection
 
 import torch
 
 MAX_LOG_RATIO = 20.0
-"""Logarithms of ratios count as at most this, either way: beyond 88 their exponential is infinite in float32, and one
-such token would make the whole gradient NaN."""
+"""Bound of log ratios in both directions: beyond 88 the exponential is infinite in float32, and one such token would
+make the whole gradient NaN."""
 
 
 def masked_log_ratio(numerator: torch.Tensor, denominator: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -19,21 +19,27 @@ def masked_log_ratio(numerator: torch.Tensor, denominator: torch.Tensor, mask: t
     return torch.where(mask, numerator - denominator, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def answer_sums(values: torch.Tensor, mask: torch.Tensor, segment_ids: torch.Tensor, num_answers: int) -> torch.Tensor:
-    """Return `[S]`: the sums of `values [N]` under the bool `mask [N]`, over the tokens of each of S `num_answers`."""
-    return values.new_zeros(num_answers).index_add(0, segment_ids.long(), torch.where(mask, values, 0.0))
+def completion_sums(
+    values: torch.Tensor, mask: torch.Tensor, segment_ids: torch.Tensor, num_completions: int
+) -> torch.Tensor:
+    """Return `[C]`: the sum of `values [N]` under the bool `mask [N]` over the tokens of each completion."""
+    return values.new_zeros(num_completions).index_add(0, segment_ids.long(), torch.where(mask, values, 0.0))
 
 
-def answer_means(values: torch.Tensor, mask: torch.Tensor, segment_ids: torch.Tensor, num_answers: int) -> torch.Tensor:
-    """Return `[S]`: the means of `values [N]` under the bool `mask [N]`; an answer without such tokens gets 0."""
-    counts_S = answer_sums(torch.ones_like(values), mask, segment_ids, num_answers)
-    return answer_sums(values, mask, segment_ids, num_answers) / counts_S.clamp(min=1)
+def completion_means(
+    values: torch.Tensor, mask: torch.Tensor, segment_ids: torch.Tensor, num_completions: int
+) -> torch.Tensor:
+    """Return `[C]`: the mean of `values [N]` under the bool `mask [N]`, 0 for a completion without such tokens."""
+    counts_S = completion_sums(torch.ones_like(values), mask, segment_ids, num_completions)
+    return completion_sums(values, mask, segment_ids, num_completions) / counts_S.clamp(min=1)
 
 
-def answer_means_of_tokens(values: torch.Tensor, mask: torch.Tensor, segment_ids: torch.Tensor) -> torch.Tensor:
-    """Return `[N]`: for each token the mean of its answer, where every answer of the micro-batch has a token."""
+def completion_means_of_tokens(values: torch.Tensor, mask: torch.Tensor, segment_ids: torch.Tensor) -> torch.Tensor:
+    """Return `[N]`: the mean of each token's completion; every completion of the micro-batch must have a token."""
     ids_N = segment_ids.long()
-    return answer_means(values, mask, ids_N, num_answers=len(ids_N))[ids_N]  # at most N: no sync for their number
+    return completion_means(values, mask, ids_N, num_completions=len(ids_N))[
+        ids_N
+    ]  # at most N: no sync for their number
 
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:

@@ -1,4 +1,4 @@
-"""Values of tokens: their rewards, estimates of advantages and returns, and the loss of a critic."""
+"""Rewards and values per token: GAE, and the loss of a critic."""
 
 # B sequences, T padded tokens, N packed tokens
 
@@ -18,8 +18,8 @@ def token_rewards(
 ) -> torch.Tensor:
     """Return `[B, T]`: `scores [B]` on the last trained token of each row, minus `kl_ctl * kl [B, T]` on every one.
 
-    Beside them `turn_rewards [B, T]` come when they were earned, on the last trained token until then. What a row's
-    context earned, before any trained token, is over.
+    `turn_rewards [B, T]` are added to the last trained token at or before the position that earned them. Rewards
+    earned in the context, before any trained token, are dropped.
     """
     mask_BT = loss_mask.bool()
     is_last_BT = mask_BT & (mask_BT.flip(1).cumsum(dim=1).flip(1) == 1)
@@ -44,9 +44,9 @@ def gae(
 ) -> torch.Tensor:
     """Return generalised advantage estimates `[B, T]` from `[B, T]` tensors, arXiv:1506.02438.
 
-    A_t = sum_k (discount * lambda)^k delta_(t+k) with delta_t = r_t + discount * V_(t+1) - V_t. Time counts sampled
-    tokens only: those of prompts and of an environment's replies neither discount nor get an advantage. After the last
-    one there is no value, also if the answer was truncated. `gae_lambda` may be `[B]`, one for each row.
+    A_t = sum_k (discount * lambda)^k delta_(t+k) with delta_t = r_t + discount * V_(t+1) - V_t. Only sampled tokens
+    are time steps: tokens of prompts and environment replies neither discount nor get an advantage. The value after
+    the last sampled token is 0, even for a truncated completion. `gae_lambda` may be `[B]`, one value per row.
     """
     mask_BT = loss_mask.bool()
     length = mask_BT.shape[1]
@@ -63,7 +63,7 @@ def gae(
 
 
 def _discounted_sums(terms_BT: torch.Tensor, factors_BT: torch.Tensor) -> torch.Tensor:
-    """Return s with s_t = term_t + factor_t * s_(t+1) `[B, T]`, in log2(T) rounds; each doubles how far sums reach."""
+    """Return s `[B, T]` with s_t = term_t + factor_t * s_(t+1), in log2(T) rounds that double the reach of the sums."""
     sums_BT, reach, length = terms_BT.clone(), 1, terms_BT.shape[1]
     while reach < length:  # factors are now products over `reach` tokens
         sums_BT[:, :-reach] += factors_BT[:, : length - reach] * sums_BT[:, reach:]
@@ -75,7 +75,7 @@ def _discounted_sums(terms_BT: torch.Tensor, factors_BT: torch.Tensor) -> torch.
 def adaptive_lambda(lengths: torch.Tensor, *, alpha: float) -> torch.Tensor:
     """Return 1 - 1 / (alpha * length) `[B]`, at least 0, for `lengths [B]` in trained tokens: VAPO, arXiv:2504.05118.
 
-    The weights lambda^k of GAE then sum to about alpha * length, for short and for long answers.
+    The weights lambda^k of GAE then sum to about alpha * length, for short and for long completions.
     """
     return (1.0 - 1.0 / (alpha * lengths.clamp(min=1))).clamp(min=0.0)
 

@@ -1,4 +1,4 @@
-"""Steps on pairs of answers: row 2i is the chosen one, row 2i + 1 the rejected one, and both stay in one micro-batch.
+"""Steps on preference pairs: row 2i is the chosen completion, row 2i + 1 the rejected one, in the same micro-batch.
 
 The loss is a mean over the pairs of the whole batch on all ranks.
 """

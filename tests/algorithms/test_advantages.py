@@ -9,7 +9,7 @@ from two_ranks import Reduce, on_two_ranks
 
 from arealite.algorithms import properties
 from arealite.algorithms.advantages import (
-    Answers,
+    Samples,
     advantages_of,
     overlong_penalty,
     reward_advantages,
@@ -50,11 +50,11 @@ def test_rows_of_a_group_may_lie_on_two_ranks(rows: list[tuple[float, int, bool]
 TRAINED = torch.tensor([[0, 1, 1, 0], [0, 0, 1, 1], [0, 1, 1, 1], [0, 1, 0, 0]]).bool()
 
 
-def answers_of(rewards: list[float], of_rows: tuple[int, ...] = (0, 1, 2, 3)) -> Answers:
-    """Return answers in groups of two; each has as many tokens as `TRAINED` has in its rows."""
+def samples_of(rewards: list[float], of_rows: tuple[int, ...] = (0, 1, 2, 3)) -> Samples:
+    """Return samples in groups of two; each has as many tokens as `TRAINED` has in its rows."""
     num = len(rewards)
     num_tokens = torch.zeros(num, dtype=torch.long).index_add(0, torch.tensor(of_rows), TRAINED.sum(dim=1))
-    return Answers(
+    return Samples(
         rewards=torch.tensor(rewards),
         groups=torch.arange(num) // 2,
         num_groups=num // 2,
@@ -70,9 +70,9 @@ def choices_of(**keys: object) -> PPOActorConfig:
 
 
 def test_grpo_by_hand() -> None:
-    """Two groups of two answers; the rewards of the second are equal."""
+    """Two groups of two samples; the rewards of the second are equal."""
     grpo = choices_of(baseline="group_mean", reward_scale="group_std")
-    found = advantages_of({"loss_mask": TRAINED}, answers_of([1.0, 0.0, 0.5, 0.5]), grpo)
+    found = advantages_of({"loss_mask": TRAINED}, samples_of([1.0, 0.0, 0.5, 0.5]), grpo)
     assert found.keys() == {"advantages"}
     expected = torch.tensor([1.0, -1.0, 0.0, 0.0])[:, None] * TRAINED
     torch.testing.assert_close(found["advantages"], expected, atol=1e-5, rtol=1e-5)
@@ -80,7 +80,7 @@ def test_grpo_by_hand() -> None:
 
 def test_rows_of_an_answer_share_its_advantage() -> None:
     grpo = choices_of(baseline="group_mean")
-    found = advantages_of({"loss_mask": TRAINED}, answers_of([1.0, 0.0], of_rows=(0, 1, 0, 0)), grpo)
+    found = advantages_of({"loss_mask": TRAINED}, samples_of([1.0, 0.0], of_rows=(0, 1, 0, 0)), grpo)
     assert torch.equal(found["advantages"], torch.tensor([0.5, -0.5, 0.5, 0.5])[:, None] * TRAINED)
 
 
@@ -94,20 +94,20 @@ def test_rows_of_an_answer_share_its_advantage() -> None:
     ],
 )
 def test_rewards_are_shaped_before_they_are_compared(keys: dict[str, object], expected: list[float]) -> None:
-    found = advantages_of({"loss_mask": TRAINED}, answers_of([0.0, 1.0, 9.0, 4.0]), choices_of(**keys))
+    found = advantages_of({"loss_mask": TRAINED}, samples_of([0.0, 1.0, 9.0, 4.0]), choices_of(**keys))
     assert torch.equal(found["advantages"], torch.tensor(expected)[:, None] * TRAINED)
 
 
 def test_a_critic_gets_targets_and_a_discount_counts_trained_tokens() -> None:
     batch = {"loss_mask": TRAINED[:2], "values": torch.full((2, 4), 0.5)}
-    answers = answers_of([1.0, 0.0], of_rows=(0, 1, 0, 0))
-    answers = dataclasses.replace(answers, of_rows=answers.of_rows[:2])
-    found = advantages_of(batch, answers, choices_of(baseline="critic", discount=0.5, gae_lambda=1.0))
+    samples = samples_of([1.0, 0.0], of_rows=(0, 1, 0, 0))
+    samples = dataclasses.replace(samples, of_rows=samples.of_rows[:2])
+    found = advantages_of(batch, samples, choices_of(baseline="critic", discount=0.5, gae_lambda=1.0))
     returns = torch.tensor([[0, 0.5, 1.0, 0], [0, 0, 0, 0]])
     torch.testing.assert_close(found["returns"], returns)
     torch.testing.assert_close(found["advantages"], returns - 0.5 * TRAINED[:2])
     assert torch.equal(found["returns_mask"], TRAINED[:2])
-    discounted = advantages_of({"loss_mask": TRAINED[:2]}, answers, choices_of(discount=0.5))
+    discounted = advantages_of({"loss_mask": TRAINED[:2]}, samples, choices_of(discount=0.5))
     torch.testing.assert_close(discounted["advantages"], returns)
 
 

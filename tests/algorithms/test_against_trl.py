@@ -14,7 +14,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from arealite.algorithms import objectives
 from arealite.algorithms.aggregation import token_weights
-from arealite.algorithms.corrections import correction_factors, drifted_answers
+from arealite.algorithms.corrections import correction_factors, drifted_completions
 from arealite.algorithms.kl import kl_losses
 
 B, T, MAX_LENGTH = 6, 8, 20
@@ -149,7 +149,7 @@ def test_loss_and_gradient_of_a_step_equal_those_of_trl(case: str, seed: int) ->
     factors = batch["factors"] if settings.get("use_vllm") else torch.ones(B, T, dtype=torch.float64)
     if (delta := settings.get("off_policy_mask_threshold")) is not None:
         columns = (batch["logprobs"], batch["rollout_logprobs"], batch["advantages"], mask)
-        is_drifted = drifted_answers(*columns, delta=delta)
+        is_drifted = drifted_completions(*columns, delta=delta)
         assert 0 < is_drifted.sum() < B
         factors = factors * ~is_drifted[:, None]
     logprobs = batch["logprobs"].clone().requires_grad_()

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from two_ranks import Reduce, on_two_ranks
 
-from arealite.algorithms.corrections import correction_factors, drifted_answers, second_moment_mask
+from arealite.algorithms.corrections import correction_factors, drifted_completions, second_moment_mask
 
 NAN, INF = math.nan, math.inf
 MASK = torch.tensor([[0, 1, 1, 0, 0], [0, 1, 1, 0, 1]]).bool()
@@ -136,11 +136,11 @@ def test_what_means_nothing_is_refused() -> None:
 def test_answers_that_drifted_away_by_hand() -> None:
     logprobs = PROXIMAL + RATIOS.log()
     advantages = torch.tensor([[NAN, 1, 1, 0, 0], [0, -1, -1, NAN, -1]])
-    assert drifted_answers(logprobs, ROLLOUT, advantages, MASK, delta=0.03).tolist() == [False, True]
-    assert drifted_answers(logprobs, ROLLOUT, advantages, MASK, delta=0.036604).tolist() == [False, True]
-    assert drifted_answers(logprobs, ROLLOUT, advantages, MASK, delta=0.036606).tolist() == [False, False]
-    assert drifted_answers(logprobs, ROLLOUT, -advantages, MASK, delta=-9.0).tolist() == [True, False]
-    assert drifted_answers(logprobs, ROLLOUT, advantages, MASK & False, delta=-9.0).tolist() == [False, False]
+    assert drifted_completions(logprobs, ROLLOUT, advantages, MASK, delta=0.03).tolist() == [False, True]
+    assert drifted_completions(logprobs, ROLLOUT, advantages, MASK, delta=0.036604).tolist() == [False, True]
+    assert drifted_completions(logprobs, ROLLOUT, advantages, MASK, delta=0.036606).tolist() == [False, False]
+    assert drifted_completions(logprobs, ROLLOUT, -advantages, MASK, delta=-9.0).tolist() == [True, False]
+    assert drifted_completions(logprobs, ROLLOUT, advantages, MASK & False, delta=-9.0).tolist() == [False, False]
 
 
 def test_second_moment_by_hand() -> None:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arealite.algorithms.preferences import answer_log_ratios, bradley_terry, dpo, ipo, last_tokens
+from arealite.algorithms.preferences import bradley_terry, completion_log_ratios, dpo, ipo, last_tokens
 
 
 def test_dpo_by_hand() -> None:
@@ -57,9 +57,9 @@ def test_log_ratios_of_answers_equal_their_definition(rows: list[list[tuple[floa
     batch["segment_ids"] = torch.tensor([row for _, _, row in tokens], dtype=torch.long)
     batch["cu_seqlens"] = torch.tensor([0, *map(len, rows)]).cumsum(0)
     kept = [[x for x, trained in row if trained] for row in rows]
-    sums = answer_log_ratios(log_ratios - 1.0, batch)
+    sums = completion_log_ratios(log_ratios - 1.0, batch)
     assert sums.tolist() == pytest.approx([sum(one) for one in kept], abs=1e-12)
-    means = answer_log_ratios(log_ratios - 1.0, batch, per_token=True)
+    means = completion_log_ratios(log_ratios - 1.0, batch, per_token=True)
     assert means.tolist() == pytest.approx([sum(one) / max(len(one), 1) for one in kept], abs=1e-12)
 
 

@@ -1,7 +1,7 @@
-"""Direct preference optimisation: a policy learns from pairs of answers, against a frozen reference.
+"""Direct preference optimisation: a policy learns from preference pairs, relative to a frozen reference.
 
 A batch has `input_ids`, `attention_mask`, `loss_mask` and the reference's logprobs, `ref_logprobs`, all `[B, T]`. Row
-2i is the chosen answer of a pair, row 2i + 1 the rejected one.
+2i is the chosen completion of a pair, row 2i + 1 the rejected one.
 """
 
 # B rows, T padded tokens, N packed tokens
@@ -10,8 +10,8 @@ import torch
 from tensordict import TensorDict
 
 from arealite.algorithms.logprobs import LazyLogits, packed_logprobs, trained_tokens
-from arealite.algorithms.preferences import PairLosses, answer_log_ratios, dpo, ipo
-from arealite.algorithms.ratios import answer_sums
+from arealite.algorithms.preferences import PairLosses, completion_log_ratios, dpo, ipo
+from arealite.algorithms.ratios import completion_sums
 from arealite.api.cli_args import DPOEngineConfig
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.pairs import evaluate_pairs, train_pairs
@@ -25,8 +25,10 @@ class DPOEngine:
         self.engine = engine
 
     def compute_logprobs(self, batch: TensorDict) -> torch.Tensor:
-        """Return the logprob `[B, T]` of every token, 0 for padding and first tokens: of the reference, the key
-        `ref_logprobs` of a batch."""
+        """Return the logprob `[B, T]` of every token, 0 for padding and first tokens.
+
+        Those of the reference are the key `ref_logprobs` of a batch.
+        """
         return self.engine.forward(
             batch.select("input_ids", "attention_mask"),
             lambda logits, micro_batch: packed_logprobs(logits, micro_batch["input_ids"], micro_batch["cu_seqlens"]),
@@ -46,17 +48,17 @@ class DPOEngine:
     def _losses(self, logits: LazyLogits, micro_batch: TensorDict) -> PairLosses:
         logprobs_N = packed_logprobs(logits, micro_batch["input_ids"], micro_batch["cu_seqlens"])
         is_ipo = self.config.loss_type == "ipo"
-        log_ratios_B = answer_log_ratios(logprobs_N, micro_batch, per_token=is_ipo)
+        log_ratios_B = completion_log_ratios(logprobs_N, micro_batch, per_token=is_ipo)
         beta = self.config.beta
         losses_P, statistics = ipo(log_ratios_B, tau=beta) if is_ipo else dpo(log_ratios_B, beta=beta)
         mask_N, num_rows = micro_batch["loss_mask"], len(micro_batch["cu_seqlens"]) - 1
-        logprobs_B = answer_sums(logprobs_N.detach(), mask_N, micro_batch["segment_ids"], num_rows)
+        logprobs_B = completion_sums(logprobs_N.detach(), mask_N, micro_batch["segment_ids"], num_rows)
         statistics |= {"chosen_logprob": logprobs_B[0::2], "rejected_logprob": logprobs_B[1::2]}
         return losses_P, statistics
 
 
 class FSDPDPOEngine(FSDPEngine, DPOEngine):
-    """The policy on FSDP2; without an optimizer, its frozen reference."""
+    """The policy on FSDP2; without an optimizer, the frozen reference."""
 
     config: DPOEngineConfig
 

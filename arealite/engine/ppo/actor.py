@@ -1,14 +1,13 @@
-"""The policy: logprobs, advantages and updates of one engine, for every choice of the algorithm.
+"""The policy: logprobs, advantages and updates, for every algorithm of the config.
 
-Loss of an optimizer step: the sum over its trained tokens of c (f l + KL - entropy). An objective gives l, one number
-per token; c (how tokens are averaged) and f (the off-policy correction) are constants, computed once over the global
-batch. Nothing else is averaged, so no result depends on micro-batches, ranks or the order of rows.
+Loss of an optimizer step: the sum over its trained tokens of c (f l + KL - entropy). l is the objective's loss of a
+token; c (the weight of a token in the mean) and f (the off-policy correction) are constants, computed once over the
+global batch. Nothing else is averaged, so no result depends on micro-batches, ranks or the order of rows.
 
-Tensors `[B, T]` are aligned with the token they are about (nothing is shifted). `group_index` is a row's group in the
-global batch.
+Tensors `[B, T]` are aligned with their token (nothing is shifted). `group_index` is a row's group in the global batch.
 """
 
-# B rows of this rank, A answers of this rank, S of all ranks, T padded tokens, N packed tokens
+# B rows of this rank, A samples of this rank, S of all ranks, T padded tokens, N packed tokens
 
 import functools
 from typing import Any
@@ -28,7 +27,7 @@ from arealite.api.cli_args import PPOActorConfig, resolve_choices
 from arealite.api.errors import ConfigError
 from arealite.api.workflow_api import runs_of
 from arealite.engine.fsdp_engine import FSDPEngine
-from arealite.engine.ppo.batch import answers_of, groups_of, require_key
+from arealite.engine.ppo.batch import groups_of, require_key, samples_of
 from arealite.engine.ppo.metrics import (
     OF_TOKENS,
     MaskedMetrics,
@@ -42,10 +41,10 @@ from arealite.engine.ppo.own_functions import checked_advantages, checked_loss_f
 from arealite.utils.distributed import all_reduce, all_reduce_numbers, of_all_ranks
 from arealite.utils.tensors import INPUTS
 
-# What scripts of the original call these; a key that nobody reads would change the objective silently.
+# Keys of the original's scripts are refused: ignoring them would change the objective silently.
 RENAMED_KEYS = {"prox_logp": "proximal_logprobs", "ref_logp": "ref_logprobs"}
-TOKENS = (*INPUTS, "kept_ids", "kept_counts")  # and what they were sampled from, if narrowed
-UNKNOWN_LOGPROB = -9999.0  # vLLM's, over HTTP, of a logprob that is not finite; such a token is not trained on
+TOKENS = (*INPUTS, "kept_ids", "kept_counts")
+UNKNOWN_LOGPROB = -9999.0  # vLLM sends it for a logprob that is not finite; the token is not trained on
 _SET_REF = "Set it to ref.compute_logprobs(batch)"
 
 
@@ -71,13 +70,13 @@ class PPOActor:
                 "it or actor.algorithm=opd."
             )
         self.advantage_fn = advantage_fn
-        self.per_token: dict[str, torch.Tensor] = {}  # of the last batch that was trained on
+        self.per_token: dict[str, torch.Tensor] = {}  # of the last update
 
     def compute_logprobs(self, batch: TensorDict, *, whole: bool = False) -> torch.Tensor:
         """Return the logprob `[B, T]` of every token under the current weights, 0 for padding and first tokens.
 
-        The softmax at `config.temperature` is over what each token was sampled from, where the batch has `kept_ids`
-        (top-p, top-k); with `whole`, and always for a reference (no optimizer), over the whole vocabulary.
+        The softmax at `config.temperature` is over the kept set of each token if the batch has `kept_ids` (top-p,
+        top-k). It is over the whole vocabulary with `whole` and for a reference (no optimizer).
         """
         keys = INPUTS if whole or self.config.optimizer is None else TOKENS
         return self.engine.forward(
@@ -90,32 +89,33 @@ class PPOActor:
     compute_logp = compute_logprobs
 
     def compute_advantages(self, batch: TensorDict) -> None:
-        """Add `advantages [B, T]` to the batch, 0 outside of the trained tokens; for a critic also its targets `returns
-        [B, T]` and the mask `returns_mask [B, T]` of tokens that have one.
+        """Add `advantages [B, T]` to the batch, 0 outside of the trained tokens.
+
+        For a critic, also add its targets `returns [B, T]` and their mask `returns_mask [B, T]`.
 
         Needs `rewards [B]`, the masks and logprobs of a trajectory, `ref_logprobs` with a KL penalty in the reward,
-        `values [B, T]` with `baseline: critic`, and `no_eos [B]` where truncated answers are treated apart. With
+        `values [B, T]` with `baseline: critic`, and `no_eos [B]` with `truncated: zero` or `mask`. With
         `baseline: teacher` it needs `teacher_logprobs [B, T]` and no rewards.
 
-        Groups compare runs: rows of one `sample_index` are one answer, and share its advantage. With `baseline: critic`
-        and `none`, `turn_rewards [B, T]` take the place of `rewards`; other baselines leave them out.
+        Groups compare samples: rows with the same `sample_index` belong to one sample and share its advantage. With
+        `baseline: critic` or `none`, `turn_rewards [B, T]` replace `rewards`; other baselines ignore them.
         """
-        self.per_token = {}  # of an earlier batch
+        self.per_token = {}
         if self.config.baseline == "teacher":
             batch["advantages"] = self._teacher_advantages(batch)
             return
         groups_B, num_groups = self._groups(batch)
         inputs = self._advantage_inputs(batch)
-        answers = answers_of(batch, inputs["loss_mask"], groups_B, num_groups)
+        samples = samples_of(batch, inputs["loss_mask"], groups_B, num_groups)
         advantage_fn = None if self.advantage_fn is None else self._own_advantages
-        batch.update(advantages_of(inputs, answers, self.config, self._sum_over_ranks, advantage_fn=advantage_fn))
+        batch.update(advantages_of(inputs, samples, self.config, self._sum_over_ranks, advantage_fn=advantage_fn))
 
     def ppo_update(self, batch: TensorDict) -> dict[str, float]:
         """Take `ppo_n_minibatches` optimizer steps (at most one per group) and one of the schedule; return metrics.
 
-        Needs `advantages` and what they need. A group is in minibatch `group_index % ppo_n_minibatches`. Metrics are
-        equal on all ranks. `per_token` then has what `note_tokens` says, of all real tokens of the batch in turn, and
-        nan for those that the update left out.
+        Needs `advantages` and their inputs. A group is in minibatch `group_index % ppo_n_minibatches`. Metrics are
+        equal on all ranks. Afterwards `per_token` has the columns of `note_tokens` for all real tokens of the batch in
+        order, nan for tokens that were not trained on.
         """
         groups_B, num_groups = self._groups(batch)
         columns, metrics = self._columns(batch), MaskedMetrics()
@@ -141,11 +141,11 @@ class PPOActor:
         }
 
     def describe(self, batch: TensorDict) -> dict[str, float]:
-        """Return the metrics of the global batch itself, equal on all ranks; those of an update contain them.
+        """Return the metrics of the global batch, equal on all ranks; `ppo_update` includes them.
 
         `policy/mismatch_kl` is the k3 estimate, over trained tokens, of the divergence between the server's policy and
-        the recomputed one: numerical differences, plus the drift of the weights since a stale token was sampled.
-        `policy/ref_kl` is that between the sampling policy, or the recomputed one without a correction, and the
+        the recomputed policy: numerical differences, plus the drift of the weights since a stale token was sampled.
+        `policy/ref_kl` is the divergence between the sampling policy (without a correction the recomputed one) and the
         reference.
         """
         metrics, mask_BT = MaskedMetrics(), self._trained_tokens(batch)
@@ -157,10 +157,10 @@ class PPOActor:
         if self.config.baseline == "teacher":
             metrics.add(mask_BT, {"policy/teacher_kl": -batch["advantages"]})
         first_rows = runs_of(batch, groups_B).first_rows
-        rewards_A, groups_A = batch["rewards"].float()[first_rows], groups_B[first_rows]
+        rewards_R, groups_R = batch["rewards"].float()[first_rows], groups_B[first_rows]
         return {
             **metrics.reduce(self.engine.parallelism_group),
-            **reward_spread(rewards_A, groups_A, num_groups, reduce=self._sum_over_ranks),
+            **reward_spread(rewards_R, groups_R, num_groups, reduce=self._sum_over_ranks),
             **count_tokens(batch, mask_BT, self.engine.parallelism_group),
         }
 
@@ -177,7 +177,7 @@ class PPOActor:
         return masked_log_ratio(teacher_BT, student_BT, self._trained_tokens(batch))
 
     def _advantage_inputs(self, batch: TensorDict) -> dict[str, torch.Tensor]:
-        """Return the columns of `advantages_of`: the mask of trained tokens, and what the choices need beside it."""
+        """Return the columns of `advantages_of`: the mask of trained tokens and the inputs that the config needs."""
         config, inputs = self.config, {"loss_mask": self._trained_tokens(batch)}
         if config.truncated == "zero":
             require_key(batch, "no_eos", "truncated: zero", "Let the workflow mark truncated completions")
@@ -189,27 +189,27 @@ class PPOActor:
             inputs["values"] = require_key(
                 batch, "values", "baseline: critic", "Set it to critic.compute_values(batch)"
             )
-        compares_answers = (config.baseline, config.reward_scale) not in (("critic", "none"), ("none", "none"))
-        if "turn_rewards" in batch and not compares_answers and self.advantage_fn is None:
+        compares_samples = (config.baseline, config.reward_scale) not in (("critic", "none"), ("none", "none"))
+        if "turn_rewards" in batch and not compares_samples and self.advantage_fn is None:
             inputs["turn_rewards"] = batch["turn_rewards"]
         return inputs
 
     def _own_advantages(
-        self, rewards_A: torch.Tensor, groups_A: torch.Tensor, num_tokens_A: torch.Tensor
+        self, rewards_R: torch.Tensor, groups_R: torch.Tensor, num_tokens_R: torch.Tensor
     ) -> torch.Tensor:
-        """Return the advantages `[A]` of the user's function, which sees the answers of all ranks (collective)."""
+        """Return the advantages `[R]` of the user's function, computed on the samples of all ranks (collective)."""
         assert self.advantage_fn is not None
         group, columns = self.engine.parallelism_group, []
-        for values_A in (rewards_A, groups_A, num_tokens_A):
-            columns.append([one.to(values_A.device) for one in of_all_ranks(values_A.cpu(), group)])
+        for values_R in (rewards_R, groups_R, num_tokens_R):
+            columns.append([values.to(values_R.device) for values in of_all_ranks(values_R.cpu(), group)])
         rewards_S, groups_S, num_tokens_S = map(torch.cat, columns)
         advantages_S = checked_advantages(self.advantage_fn(rewards_S, groups_S, num_tokens_S), rewards_S)
-        return advantages_S.split([len(one) for one in columns[0]])[dist.get_rank(group)]
+        return advantages_S.split([len(rewards) for rewards in columns[0]])[dist.get_rank(group)]
 
     # Steps
 
     def _columns(self, batch: TensorDict) -> TensorDict:
-        """Return what the loss reads; all of it is constant during the update."""
+        """Return the columns that the loss reads; all are constant during the update."""
         config, proximal_BT = self.config, self._proximal_logprobs(batch)
         columns = batch.select(*TOKENS, "advantages", strict=False)
         columns["loss_mask"] = self._trained_tokens(batch)
@@ -245,7 +245,7 @@ class PPOActor:
         lengths_B = columns["attention_mask"].sum(dim=1)
         counts = [lengths_B[rows].sum().item(), lengths_B.sum().item(), mask_BT.sum().item()]
         num_tokens, num_in_all, num_trained = all_reduce_numbers(counts, group=self.engine.parallelism_group)
-        if num_tokens == 0:  # no gradient but 0, with which the optimizer steps all the same
+        if num_tokens == 0:  # the gradient is 0, and the optimizer still steps
             rows, num_tokens = lengths_B.nonzero()[:, 0], num_in_all
         longest = int(lengths_B.max()) if len(lengths_B) else 0
 
@@ -260,8 +260,11 @@ class PPOActor:
         return self.engine.train_batch(columns[rows], loss_fn, weight) | {"skipped_tokens": num_in_all - num_tokens}
 
     def _rows_to_train(self, columns: TensorDict) -> torch.Tensor:
-        """Return the indices of rows whose loss may have a gradient: not those of a group without spread, unless a KL
-        penalty, an entropy bonus or a loss of the user acts on them. They still count as the aggregation says."""
+        """Return the indices of rows whose loss may have a gradient.
+
+        Rows of a dead group have none, unless a KL penalty, an entropy bonus or a user's loss acts on them. They still
+        count in the aggregation.
+        """
         if self.loss_fn is not None or self.config.entropy_ctl > 0 or "ref_logprobs" in columns:
             return columns["attention_mask"].any(dim=1).nonzero()[:, 0]
         return ((columns["advantages"] != 0) & columns["loss_mask"]).any(dim=1).nonzero()[:, 0]
@@ -281,7 +284,7 @@ class PPOActor:
         if config.proximal == "current":
             micro_batch["proximal_logprobs"] = logprobs_N.detach()
             keys = ("proximal_logprobs", "rollout_logprobs", "advantages", "loss_mask")
-            places = micro_batch["segment_ids"], micro_batch["position_ids"]  # in rows: `[B, longest]`, without a sync
+            places = micro_batch["segment_ids"], micro_batch["position_ids"]  # unpack to `[B, longest]` without a sync
             shape = len(micro_batch["cu_seqlens"]) - 1, longest
             rows = {key: micro_batch[key].new_zeros(shape).index_put(places, micro_batch[key]) for key in keys}
             micro_batch["corrections"] = corrections_of(rows, config)[places]
@@ -303,7 +306,7 @@ class PPOActor:
         return (micro_batch["token_weights"] * losses_N).sum()
 
     def _proximal_logprobs(self, batch: TensorDict) -> torch.Tensor | None:
-        """Return the logprobs `[B, T]` to clip around; None is those of the forward pass of the update itself."""
+        """Return the logprobs `[B, T]` to clip around, or None for those of the update's own forward pass."""
         for old, new in RENAMED_KEYS.items():
             if old in batch:
                 raise ValueError(f"the key {old!r} of a batch must be called {new!r}: got {old!r}. Rename it.")
@@ -316,7 +319,10 @@ class PPOActor:
         return micro_batch["input_ids"], micro_batch["cu_seqlens"], self.config.temperature
 
     def _whole_logprobs(self, batch: TensorDict) -> torch.Tensor:
-        """Return what a KL compares with the reference, over the whole vocabulary: for narrowed samples recomputed."""
+        """Return the logprobs `[B, T]` that a KL compares with the reference, over the whole vocabulary.
+
+        They are recomputed if tokens were sampled from kept sets.
+        """
         if "kept_ids" not in batch:
             return self._sampling_logprobs(batch)
         if "whole_logprobs" not in batch:
@@ -324,13 +330,15 @@ class PPOActor:
         return batch["whole_logprobs"]
 
     def _sampling_logprobs(self, batch: TensorDict) -> torch.Tensor:
-        """Return the logprobs `[B, T]` of the policy that sampled: the server's, or recomputed ones where those count
-        as its (without a correction), which leaves out the numerical gap to the server."""
+        """Return the logprobs `[B, T]` of the sampling policy: the server's, or recomputed without a correction.
+
+        Recomputed logprobs exclude the numerical gap to the server.
+        """
         is_recomputed = self.config.proximal == "recompute" and self.config.correction.action == "none"
         return batch["proximal_logprobs" if is_recomputed and "proximal_logprobs" in batch else "logprobs"]
 
     def _trained_tokens(self, batch: TensorDict) -> torch.Tensor:
-        """Return the bool mask `[B, T]` of tokens to train on: those that were sampled, with a known logprob."""
+        """Return the bool mask `[B, T]` of tokens to train on: sampled tokens with a known logprob."""
         mask_BT = trained_tokens(batch["attention_mask"], batch["loss_mask"]) & (batch["logprobs"] > UNKNOWN_LOGPROB)
         if self.config.truncated == "mask":
             require_key(batch, "no_eos", "truncated: mask", "Let the workflow mark truncated completions")
@@ -345,7 +353,7 @@ class PPOActor:
 
 
 class FSDPPPOActor(FSDPEngine, PPOActor):
-    """The policy on FSDP2; with `optimizer: null` a frozen reference. Dropout is off: ratios would be noise."""
+    """The policy on FSDP2; with `optimizer: null` a frozen reference. Dropout is off: it would make ratios noise."""
 
     config: PPOActorConfig
 

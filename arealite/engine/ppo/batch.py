@@ -1,4 +1,4 @@
-"""What actor and critic ask of a batch: its keys, and the groups of its rows over all ranks."""
+"""Columns of a batch that actor and critic share: required keys, groups over all ranks, samples."""
 
 # B rows of this rank
 
@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from arealite.algorithms.advantages import Answers
+from arealite.algorithms.advantages import Samples
 from arealite.api.workflow_api import runs_of
 from arealite.utils.distributed import of_all_ranks
 
@@ -20,7 +20,7 @@ def require_key(batch: TensorDict, key: str, because: str, remedy: str) -> torch
 
 
 def finite_rewards(batch: TensorDict) -> torch.Tensor:
-    """Return the rewards `[B]` in float32; one that is not finite would spread over its group, and skip the step."""
+    """Return the rewards `[B]` in float32; one non-finite reward would spread over its group and skip the step."""
     rewards_B: torch.Tensor = batch["rewards"].float()
     if not (is_finite_B := rewards_B.isfinite()).all():
         raise ValueError(
@@ -30,11 +30,11 @@ def finite_rewards(batch: TensorDict) -> torch.Tensor:
     return rewards_B
 
 
-def answers_of(batch: TensorDict, trained: torch.Tensor, groups: torch.Tensor, num_groups: int) -> Answers:
-    """Return the answers of a batch with the mask `trained [B, T]`: runs of the workflow, whose rows share a reward."""
+def samples_of(batch: TensorDict, trained: torch.Tensor, groups: torch.Tensor, num_groups: int) -> Samples:
+    """Return the samples of a batch with the mask `trained [B, T]`; the rows of a sample share its reward."""
     runs = runs_of(batch, groups)
     no_eos_B = batch["no_eos"].byte() if "no_eos" in batch else torch.zeros_like(groups, dtype=torch.uint8)
-    return Answers(
+    return Samples(
         rewards=finite_rewards(batch)[runs.first_rows],
         groups=groups[runs.first_rows],
         num_groups=num_groups,
@@ -48,7 +48,7 @@ def answers_of(batch: TensorDict, trained: torch.Tensor, groups: torch.Tensor, n
 def groups_of(batch: TensorDict, group_size: int, group: dist.ProcessGroup) -> tuple[torch.Tensor, int]:
     """Return each row's group `[B]` in the global batch, numbered from 0 without gaps, and their number (collective).
 
-    Without `group_index`, rows are whole groups of `group_size`, rank after rank. ValueError if no rank has a row.
+    Without `group_index`, rows are whole groups of `group_size`, in order of ranks. ValueError if no rank has a row.
     """
     if "group_index" in batch:
         groups_B = batch["group_index"]

@@ -1,7 +1,7 @@
 """The critic: values of tokens, and updates towards the returns that the actor computes from them.
 
-`values[t]` is about token t, like a logprob: what the critic expects, before it is sampled, of the reward to come. It
-is read at token t - 1. The head starts at 0 unless the checkpoint is a sequence classifier, such as a reward model.
+`values[t]` is aligned with token t, like a logprob: the expected reward to come before token t is sampled. It is read
+at token t - 1. The head starts at 0 unless the checkpoint is a sequence classifier, such as a reward model.
 """
 
 # B rows of this rank, T padded tokens, N packed tokens
@@ -41,10 +41,10 @@ class PPOCritic:
         )
 
     def ppo_update(self, batch: TensorDict) -> dict[str, float]:
-        """Take an optimizer step for each minibatch of the actor and one of the schedule; return metrics.
+        """Take one optimizer step per minibatch of the actor and one of the schedule; return metrics.
 
-        Needs `values`, and `returns` and `returns_mask` as `compute_advantages` of the actor adds them. The loss is a
-        mean over the trained tokens of a minibatch on all ranks. Metrics are equal on all ranks.
+        Needs `values`, and `returns` and `returns_mask` of the actor's `compute_advantages`. The loss is a mean over
+        the trained tokens of a minibatch on all ranks. Metrics are equal on all ranks.
         """
         require_key(batch, "returns", "a critic", "Call actor.compute_advantages(batch) with baseline: critic")
         groups_B, num_groups = groups_of(batch, self.config.group_size, self.engine.parallelism_group)
@@ -73,20 +73,20 @@ class PPOCritic:
         return losses_N.sum() / micro_batch["loss_mask"].sum()
 
     def _explained_variance(self, columns: TensorDict) -> float:
-        """Return 1 - Var(returns - values) / Var(returns) over all trained tokens, before the update; 0 where returns
-        do not vary."""
+        """Return 1 - Var(returns - values) / Var(returns) over all trained tokens before the update, 0 for constant
+        returns."""
         mask_BT = columns["loss_mask"]
         returns_N, values_N = columns["returns"][mask_BT], columns["values"][mask_BT]
         reduce = functools.partial(all_reduce, group=self.engine.parallelism_group)
         of_errors, of_returns = (
-            spread(one_N, torch.zeros_like(one_N, dtype=torch.long), 1, reduce=reduce)[1].item()
-            for one_N in (returns_N - values_N, returns_N)
+            spread(numbers_N, torch.zeros_like(numbers_N, dtype=torch.long), 1, reduce=reduce)[1].item()
+            for numbers_N in (returns_N - values_N, returns_N)
         )
         return 1.0 - (of_errors / of_returns) ** 2 if of_returns > 0 else 0.0
 
 
 class FSDPPPOCritic(FSDPEngine, PPOCritic):
-    """The critic on FSDP2. Dropout is off, so that values of a batch do not depend on chance."""
+    """The critic on FSDP2. Dropout is off: values must not be random."""
 
     config: PPOCriticConfig
 

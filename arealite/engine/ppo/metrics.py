@@ -18,7 +18,8 @@ from arealite.utils.stats import Reduction, reduction_of
 
 OF_TOKENS = ("log_ratio", "logprob_gap")
 _Reduce = Callable[..., torch.Tensor]
-_REDUCTIONS: dict[Reduction, tuple[_Reduce, float, _Reduce]] = {  # of values, the result of none, of two results
+# The reduction of values, its neutral element, and the reduction of two results.
+_REDUCTIONS: dict[Reduction, tuple[_Reduce, float, _Reduce]] = {
     "mean": (torch.sum, 0.0, torch.add),
     "max": (torch.max, -math.inf, torch.maximum),
     "min": (torch.min, math.inf, torch.minimum),
@@ -26,13 +27,13 @@ _REDUCTIONS: dict[Reduction, tuple[_Reduce, float, _Reduce]] = {  # of values, t
 
 
 class MaskedMetrics:
-    """Means (maxima, minima where a name ends so) of values under masks, over all that was added and all ranks."""
+    """Means of values under masks over all additions and ranks; maxima and minima for names with such an ending."""
 
     def __init__(self) -> None:
         self._totals: dict[str, torch.Tensor] = {}
 
     def add(self, mask: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
-        """Add values under a mask of their shape."""
+        """Add values under a mask of the same shape."""
         for name, value in values.items() if mask.numel() else ():
             total, of_none, _ = _REDUCTIONS[reduction_of(name)]
             count = mask.double().sum() if total is torch.sum else torch.ones((), device=mask.device)
@@ -40,7 +41,7 @@ class MaskedMetrics:
             _merge(self._totals, {name: torch.stack([total(kept), count])})
 
     def reduce(self, group: dist.ProcessGroup | None) -> dict[str, float]:
-        """Return the results, also of names that only other ranks added (collective)."""
+        """Return the results over all ranks, which may have added different names (collective)."""
         totals: dict[str, torch.Tensor] = {}
         for of_rank in of_all_ranks({name: entry.cpu() for name, entry in self._totals.items()}, group):
             _merge(totals, of_rank)
@@ -48,20 +49,20 @@ class MaskedMetrics:
 
 
 def of_runs(batch: TensorDict, runs: Runs, staleness: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the metrics `[R]` of the runs of a batch with `staleness [B]`, also those of the workflow."""
-    found = {"reward/mean": batch["rewards"][runs.first_rows]}
-    found |= dict.fromkeys(("staleness/mean", "staleness/max"), runs.max(staleness))
+    """Return the metrics `[R]` of the runs of a batch with `staleness [B]`, including the workflow's own."""
+    metrics = {"reward/mean": batch["rewards"][runs.first_rows]}
+    metrics |= dict.fromkeys(("staleness/mean", "staleness/max"), runs.max(staleness))
     sampled_R = runs.sum(batch["loss_mask"].sum(dim=1))
-    found |= {f"rollout/completion_tokens{suffix}": sampled_R for suffix in ("", "_min", "_max")}
+    metrics |= {f"rollout/completion_tokens{suffix}": sampled_R for suffix in ("", "_min", "_max")}
     if "no_eos" in batch:
-        found["rollout/truncated_ratio"] = runs.max(batch["no_eos"].byte())
-    return of_workflow(batch, runs) | found
+        metrics["rollout/truncated_ratio"] = runs.max(batch["no_eos"].byte())
+    return of_workflow(batch, runs) | metrics
 
 
 def add_batch(
     metrics: MaskedMetrics, batch: TensorDict, trained: torch.Tensor, groups: torch.Tensor, version: int
 ) -> None:
-    """Add what a batch tells by itself, under the mask `trained [B, T]`, for the trainer's `version`."""
+    """Add the metrics of a batch with the mask `trained [B, T]` at the trainer's `version`."""
     runs, lengths_B = runs_of(batch, groups), batch["attention_mask"].sum(dim=1)
     staleness_B = version - batch["versions"].masked_fill(~trained, version).amin(dim=1)
     metrics.add(torch.ones_like(runs.first_rows), of_runs(batch, runs, staleness_B))
@@ -72,7 +73,7 @@ def add_batch(
 
 
 def count_tokens(batch: TensorDict, trained: torch.Tensor, group: dist.ProcessGroup) -> dict[str, float]:
-    """Return the tokens of the global batch: processed, trained on, and of unknown logprob (collective)."""
+    """Count tokens of the global batch: processed, trained on, without a known logprob (collective)."""
     unknown_BT = trained_tokens(batch["attention_mask"], batch["loss_mask"]) & ~trained
     counts = [mask_BT.sum().item() for mask_BT in (unknown_BT, batch["attention_mask"], trained)]
     names = ("rollout/unknown_logprobs", "perf/processed_tokens", "perf/trained_tokens")
@@ -95,7 +96,7 @@ def of_workflow(batch: TensorDict, runs: Runs) -> dict[str, torch.Tensor]:
 
 
 def note_losses(metrics: MaskedMetrics, micro_batch: TensorDict, statistics: dict[str, torch.Tensor]) -> None:
-    """Add the `statistics [N]` of a loss; importance weights are those of what no correction has left out."""
+    """Add the `statistics [N]` of a loss; importance weights cover the tokens that no correction dropped."""
     mask_N = micro_batch["loss_mask"]
     kept_N = mask_N & (micro_batch["corrections"] > 0)
     log_weight_N = masked_log_ratio(micro_batch["proximal_logprobs"], micro_batch["rollout_logprobs"], kept_N)
@@ -109,15 +110,18 @@ def note_losses(metrics: MaskedMetrics, micro_batch: TensorDict, statistics: dic
 
 
 def note_tokens(per_token: dict[str, torch.Tensor], micro_batch: TensorDict, logprobs: torch.Tensor) -> None:
-    """Fill in `OF_TOKENS` of the trained tokens of a micro-batch at their `token_place`: `log_ratio`, of `logprobs [N]`
-    in the update over the proximal ones, and `logprob_gap`, of those over the server's. Nothing waits for a GPU."""
+    """Set `OF_TOKENS` of the trained tokens of a micro-batch at their `token_place`, without a device sync.
+
+    `log_ratio` is log(pi / pi_prox) with the update's `logprobs [N]`, `logprob_gap` is log(pi_prox / pi_rollout).
+    """
     mask_N, proximal_N = micro_batch["loss_mask"], micro_batch["proximal_logprobs"]
-    for key, one, other in zip(OF_TOKENS, (logprobs, proximal_N), (proximal_N, micro_batch["rollout_logprobs"])):
-        values_N = torch.where(mask_N, masked_log_ratio(one, other, mask_N), torch.nan)
+    pairs = (logprobs, proximal_N), (proximal_N, micro_batch["rollout_logprobs"])
+    for key, (numerator, denominator) in zip(OF_TOKENS, pairs, strict=True):
+        values_N = torch.where(mask_N, masked_log_ratio(numerator, denominator, mask_N), torch.nan)
         per_token[key][micro_batch["token_place"]] = values_N.to(per_token[key])
 
 
-def _merge(totals: dict[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> None:
-    for name, other in others.items():
+def _merge(totals: dict[str, torch.Tensor], added: Mapping[str, torch.Tensor]) -> None:
+    for name, entry in added.items():
         merged = _REDUCTIONS[reduction_of(name)][2]
-        totals[name] = merged(totals[name], other) if name in totals else other
+        totals[name] = merged(totals[name], entry) if name in totals else entry

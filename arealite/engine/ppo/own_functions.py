@@ -1,6 +1,6 @@
-"""What functions of the user must return: a mistake ends the update with one sentence that says what to change.
+"""Checks of the return values of a user's loss and advantage functions.
 
-Without these checks a mean, or a column `[N, 1]`, would be broadcast over tokens and train something else.
+Without them a mean, or a column `[N, 1]`, would be broadcast over tokens and train a different objective.
 """
 
 # N packed tokens, S completions of all ranks
@@ -15,19 +15,19 @@ from arealite.algorithms.objectives import TokenLosses
 
 _TAKEN = {"loss", "entropy", "ref_kl", "teacher_kl", "mismatch_kl", "ratio_max", "rollout_importance_weight"}
 _TAKEN |= {"rollout_importance_weight_max", "rollout_importance_dropped_ratio"}
-"""Statistics of the actor's own, for any loss."""
+"""Names of the actor's own statistics."""
 _NO_MEAN = "Leave out means and sums: the actor averages, as actor.aggregation says."
 
 
 def checked_loss_fn(loss_fn: Callable[[torch.Tensor, Any], Any]) -> Callable[[torch.Tensor, Any], TokenLosses]:
-    """Return a user's function with checks of what it returns, for packed logprobs and a micro-batch.
+    """Wrap a user's loss function with checks of its return value.
 
-    What it reads is 0 outside of the mask, where a NaN would spread by a product with 0.
+    Masked tokens of its inputs are 0: a NaN would survive a product with 0.
     """
 
     def checked(logprobs: torch.Tensor, batch: TensorDict) -> TokenLosses:
         mask_N = batch["loss_mask"]
-        floats = {key: torch.where(mask_N, one, 0.0) for key, one in batch.items() if one.is_floating_point()}
+        floats = {key: torch.where(mask_N, values, 0.0) for key, values in batch.items() if values.is_floating_point()}
         returned = loss_fn(torch.where(mask_N, logprobs, 0.0), batch.copy().update(floats))
         return _checked_losses(returned, logprobs, mask_N)
 

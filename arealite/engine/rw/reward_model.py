@@ -18,10 +18,10 @@ from arealite.utils.threads import in_thread
 
 
 class RewardModel:
-    """Scores token ids; an instance is a reward function of workflows, which `reward: FILE.py:NAME` may name.
+    """Scores token ids. An instance is a reward function of workflows, for `reward: FILE.py:NAME`.
 
-    `path` holds a sequence classifier of one label with the vocabulary of the policy's `tokenizer`: it reads prompt and
-    completion as the policy did. `max_tokens` bounds a padded batch. Other ranks than 0 load nothing until they score.
+    `path` is a sequence classifier with one label and the vocabulary of the policy's `tokenizer`: it reads the token
+    ids of prompt and completion. `max_tokens` bounds a padded batch. Ranks other than 0 load the model when they score.
     """
 
     def __init__(self, path: str, tokenizer: Any, *, dtype: str = "bfloat16", max_tokens: int = 16384) -> None:
@@ -41,7 +41,7 @@ class RewardModel:
             _ = self._model
 
     async def __call__(self, prompt_ids: list[int], completion_ids: list[int], **columns: Any) -> float:
-        """Return the score of one completion; those that come while others are scored make one batch."""
+        """Return the score of a completion; completions that arrive during a forward pass form the next batch."""
         mine: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._waiting[mine] = [*prompt_ids, *completion_ids]
         try:

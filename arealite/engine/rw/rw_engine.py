@@ -1,7 +1,7 @@
-"""Reward models, trained on pairs of answers: row 2i of a batch is the chosen one, row 2i + 1 the rejected one.
+"""Reward models, trained on preference pairs: row 2i of a batch is the chosen completion, row 2i + 1 the rejected one.
 
-A batch has `input_ids` and `attention_mask`, `[B, T]`. The score of a row is the value of its last token, which the
-bounds of the packed rows tell: a padding token that also ends answers moves no score.
+A batch has `input_ids` and `attention_mask`, `[B, T]`. The score of a row is the value of its last token. The bounds of
+the packed rows locate it, so the score is right even if the padding token also ends completions.
 """
 
 # B rows, T padded tokens, N packed tokens

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning of a language model on one engine.
+"""Supervised fine-tuning of a language model.
 
 A batch has `input_ids`, `attention_mask` and `loss_mask`, all `[B, T]`; the loss is a mean over the tokens under
 `loss_mask` of the whole batch on all ranks.
@@ -42,7 +42,7 @@ class LMEngine:
         }
 
     def evaluate_lm(self, batch: TensorDict) -> float:
-        """Return the loss of `train_lm` without training."""
+        """Return the loss of `train_lm`, without training."""
         return self.engine.eval_batch(_columns(batch), sft_loss_fn, count_loss_tokens)
 
 
