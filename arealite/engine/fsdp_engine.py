@@ -93,7 +93,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         if addr is not None:
             raise ValueError(f"addr must be None for an engine whose ranks torchrun starts: got {addr!r}. Pass None.")
         setup_logging()  # every script of a rank initializes an engine before anything that logs
-        distributed.join_default_group(COLLECTIVE_TIMEOUT_S, self.config.node_timeout)
+        distributed.join_default_group(COLLECTIVE_TIMEOUT_S)
         self._group: dist.ProcessGroup | None = dist.new_group(timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
         try:
             self._build(ft_spec, policy)

@@ -8,10 +8,14 @@ attempt has keys of its own there (see `_sign_in`); what an earlier one left wou
 
 import functools
 import itertools
+import logging
 import os
+import socket
+import sys
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -22,13 +26,16 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from arealite.utils import heartbeat
-from arealite.utils.host_watch import say_goodbye, watch_hosts
 from arealite.utils.network import LOOPBACK, address_toward, host_ip, interface_of
 
 T = TypeVar("T")
 
 MEETING_TIMEOUT_S = 1800.0  # how long ranks wait for the last one at the start, which may still download its data set
+NODE_TIMEOUT_S = 30.0
 _LOOK_AGAIN_S = 0.02
+_MAX_STRANGERS = 64  # connections of other programs; then the oldest connection is dropped
+
+logger = logging.getLogger("arealite.distributed")
 
 _lock = threading.Lock()
 _generations = itertools.count()
@@ -36,16 +43,13 @@ _members = 0
 _is_ours = False
 
 
-def join_default_group(timeout_s: float, node_timeout_s: float = 30.0) -> None:
-    """Hold on to the default process group until `leave_default_group`.
-
-    A collective may take `timeout_s`; another node that is silent for `node_timeout_s` ends this process.
-    """
+def join_default_group(timeout_s: float) -> None:
+    """Hold on to the default process group until `leave_default_group`; a collective may take `timeout_s`."""
     global _members, _is_ours
     with _lock:
         if not dist.is_initialized():
             with heartbeat.waiting("all ranks to meet", on="ranks"):
-                _create_default_group(timedelta(seconds=timeout_s), node_timeout_s)
+                _create_default_group(timedelta(seconds=timeout_s))
             _is_ours = True
         _members += 1
 
@@ -56,7 +60,6 @@ def leave_default_group() -> None:
     with _lock:
         _members -= 1
         if _members == 0 and _is_ours:
-            say_goodbye()
             dist.destroy_process_group()
             _is_ours = False
 
@@ -84,7 +87,7 @@ def meeting_address(toward: str) -> str:
     return LOOPBACK if num_nodes() == 1 else address_toward(os.environ["MASTER_ADDR"])
 
 
-def _create_default_group(timeout: timedelta, node_timeout_s: float) -> None:
+def _create_default_group(timeout: timedelta) -> None:
     backend = "gloo"
     if torch.cuda.is_available():
         # SGLang's weight-update group can't be formed otherwise.
@@ -95,8 +98,7 @@ def _create_default_group(timeout: timedelta, node_timeout_s: float) -> None:
     store, rank, world_size, _ = _meet()
     own_keys = PrefixStore(f"arealite-{next(_generations)}", store)
     _choose_interface()
-    if world_size > 1:
-        watch_hosts(own_keys, os.environ["MASTER_ADDR"], node_timeout_s)
+    _watch_nodes(own_keys)
     dist.init_process_group(backend, store=own_keys, rank=rank, world_size=world_size, timeout=timeout)
 
 
@@ -112,6 +114,52 @@ def _choose_interface() -> None:
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+
+
+def _watch_nodes(store: Store) -> None:
+    """Start to watch the other nodes of the trainer: the first rank of each node connects to that of every other one.
+
+    Collectives have no short timeout, as ranks wait for rank 0 to collect rollouts, and gloo may miss that its
+    connection was reset. The kernel probes these connections, so a rank that is busy or in a debugger counts as alive.
+    """
+    num_nodes, node = int(os.environ.get("GROUP_WORLD_SIZE", "1")), int(os.environ.get("GROUP_RANK", "0"))
+    if num_nodes == 1 or os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    listener = socket.create_server((address_toward(os.environ["MASTER_ADDR"]), 0), backlog=num_nodes)
+    address, port = listener.getsockname()
+    store.set(f"node/{node}", f"{address} {port} {socket.gethostname()}")
+    links = deque[socket.socket](maxlen=num_nodes + _MAX_STRANGERS)  # held open, so that the kernel answers
+
+    def accept() -> None:
+        while True:
+            links.append(listener.accept()[0])
+
+    threading.Thread(target=accept, name="nodes", daemon=True).start()
+    for other in {*range(num_nodes)} - {node}:
+        where = store.get(f"node/{other}").decode().split()
+        threading.Thread(target=_watch_node, args=where, name=f"node-{other}", daemon=True).start()
+
+
+def _watch_node(address: str, port: str, name: str) -> None:
+    """End this process, whose main thread may be stuck in C code, once a node is silent or resets the connection.
+
+    A connection that is closed is left alone: the launcher, or torchrun, ends the ranks beside one that has ended.
+    """
+    interval_s = int(NODE_TIMEOUT_S / 5)
+    try:
+        with socket.create_connection((address, int(port)), NODE_TIMEOUT_S) as link:
+            link.settimeout(None)
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval_s)
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval_s)
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * (NODE_TIMEOUT_S - interval_s)))
+            link.recv(1)
+    except OSError as error:
+        must = "node %s (%s) must answer within %g s: got %s. Check that node and the network, then restart the run."
+        logger.critical(must, name, address, NODE_TIMEOUT_S, error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 @functools.cache

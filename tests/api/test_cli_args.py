@@ -652,8 +652,8 @@ class BlocksConfig(SFTConfig):
 
 def test_blocks_of_own_classes_follow_their_run(tmp_path: Path) -> None:
     sft = "experiment_name: e\ntrial_name: t\nmodel: {path: m}\ntrain_dataset: {path: d}\n"
-    policy = load(tmp_path, sft, "policy.path=p", "seed=7", "launcher.node_timeout=9", cls=BlocksConfig).policy
-    assert (policy.experiment_name, policy.seed, policy.node_timeout, policy.group_size) == ("e", 7, 9.0, 1)
+    policy = load(tmp_path, sft, "policy.path=p", "seed=7", cls=BlocksConfig).policy
+    assert (policy.experiment_name, policy.seed, policy.group_size) == ("e", 7, 1)
     assert load(tmp_path, sft, "policy={path: p, seed: 3}", "seed=7", cls=BlocksConfig).policy.seed == 3
 
 

@@ -26,6 +26,7 @@ from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.api.run_folder import RunFolder
 from arealite.launcher.plan.jobs import server_job
 from arealite.launcher.plan.plan import make_plan
+from arealite.utils.distributed import NODE_TIMEOUT_S
 from arealite.utils.environment import REGISTRY_VARIABLE, SECRET_VARIABLE
 from arealite.utils.processes import descendants, is_alive, send_signal, wait_gone
 from arealite.utils.secret import ensure_secret
@@ -37,11 +38,9 @@ from cluster.netns import Network, network, why_impossible
 TRAINERS, SERVERS = (1, 2), (2, 3)
 """Their hosts."""
 STEPS = 14
-NODE_TIMEOUT_S = 5
 OVERRIDES = [
     "recover.mode=fault",
     "rollout.num_servers=2",
-    f"launcher.node_timeout={NODE_TIMEOUT_S}",
     "rollout.request_timeout=15",
     "rollout.weight_update_timeout=15",
     "evaluator.freq_steps=null",
@@ -155,7 +154,7 @@ def suffer(run: Hosts) -> None:
     net.cut(2)
     left = wait_gone(ranks, _END_S)
     for host in TRAINERS:
-        if f"must answer within {NODE_TIMEOUT_S} s" not in run.trainers[host].text():
+        if f"must answer within {NODE_TIMEOUT_S:g} s" not in run.trainers[host].text():
             raise Broken(f"the rank on host {host} must say which host is silent")
     if left:
         raise Broken(f"both ranks must end within {_END_S:g} s: {left} did not")

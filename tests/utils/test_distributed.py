@@ -1,6 +1,9 @@
 import os
+import queue
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -78,3 +81,47 @@ def test_ranks_that_torchrun_starts_again_meet_at_once(tmp_path: Path) -> None:
     finished = subprocess.run(command, env=env, timeout=600, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
     assert (tmp_path / "result.txt").read_text() == "1 True [2.0]"
+
+
+@pytest.mark.parametrize("is_reset", [True, False])
+def test_a_node_that_resets_its_connection_ends_this_process_and_one_that_closes_it_does_not(is_reset: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        code = (
+            "import sys; from arealite.utils import distributed; distributed._watch_node(*sys.argv[1:]); print('over')"
+        )
+        command = [sys.executable, "-c", code, "127.0.0.1", str(listener.getsockname()[1]), "host2"]
+        process = subprocess.Popen(command, stderr=-1, text=True)
+        listener.settimeout(300)
+        link, _ = listener.accept()
+        if is_reset:
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        link.close()
+        _, err = process.communicate(timeout=120)
+    if is_reset:
+        assert process.returncode == 1
+        assert "node host2 (127.0.0.1) must answer within 30 s: got [Errno 104]" in err
+    else:
+        assert process.returncode == 0, err
+
+
+def test_every_node_answers_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes in one process: each is watched by the other, and nothing is sent."""
+    store, watched = dist.HashStore(), queue.SimpleQueue[str]()
+    monkeypatch.setattr(distributed, "_watch_node", lambda address, port, name: watched.put(f"{address} {port}"))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    threads = []
+    for node in ("0", "1"):
+        monkeypatch.setenv("GROUP_RANK", node)
+        threads.append(threading.Thread(target=distributed._watch_nodes, args=(store,)))
+        threads[-1].start()
+        store.get(f"node/{node}")
+    for thread in threads:
+        thread.join(120)
+    for _ in threads:
+        address, port = watched.get(timeout=120).split()
+        with socket.create_connection((address, int(port)), timeout=120) as link:
+            link.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                link.recv(1)

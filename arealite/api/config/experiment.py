@@ -39,7 +39,6 @@ OF_RUN = {
     "trial_name": "trial_name",
     "fileroot": "cluster.fileroot",
     "seed": "seed",
-    "node_timeout": "launcher.node_timeout",
     "group_size": "gconfig.n_samples",
     "temperature": "gconfig.temperature",
 }

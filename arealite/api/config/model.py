@@ -130,8 +130,6 @@ class TrainEngineConfig(RunBlock):
     """Sharding."""
     seed: NonNegativeInt = 1
     """Seed of random weights and dropout; filled in from the top level."""
-    node_timeout: Positive = 30.0
-    """Seconds without a heartbeat of another node after which a rank exits; follows `launcher.node_timeout`."""
 
     def is_base_of(self, policy: TrainEngineConfig) -> bool:
         """Tell whether a reference is what a policy with LoRA is without its adapters, and needs no weights."""
