@@ -30,13 +30,14 @@ from arealite.inference.pool import PoolView, ServerPool
 from arealite.inference.weight_update import WeightReceiver
 from arealite.rollout.account.store import Replay
 from arealite.rollout.account.updates import is_stored, updates_of
+from arealite.rollout.activity import activity
 from arealite.rollout.collective import RankZeroExchange
 from arealite.rollout.episode import Attempts, Episode
 from arealite.rollout.evaluation import evaluation_metrics
 from arealite.rollout.executor import RolloutExecutor
 from arealite.rollout.prompts import Dataloader, ShouldAccept
 from arealite.rollout.trajectory import split_batch
-from arealite.utils import activity, heartbeat, trace
+from arealite.utils import heartbeat, trace
 from arealite.utils.distributed import global_rank
 from arealite.utils.garbage import QuietCollector
 from arealite.utils.processes import raise_file_limit
@@ -174,9 +175,8 @@ class RemoteInferenceEngine(InferenceEngine):
             self._membership = Membership(completions, registry)
             await self._membership.wait_for(self.config.num_servers)
         await completions.load_vocabulary()
-        heartbeat.report("servers", lambda: [vars(server) for server in self.servers.servers])
+        heartbeat.report("servers", lambda: {one.address: one.outstanding_tokens for one in self.servers.servers})
         self.servers.advance(self.servers.servers, self._version)
-        activity.serve_with(lambda: self.servers.num_slots)
 
     def _open(self, secret: str | None) -> Completions:
         """Make the client itself, which has no servers yet (in the loop)."""
@@ -235,7 +235,7 @@ class RemoteInferenceEngine(InferenceEngine):
         executor = self._require_executor()
         if asyncio.get_running_loop() is not executor.loop.loop:
             return await asyncio.wrap_future(executor.loop.submit(self._completions.generate(req)))
-        with activity.doing("servers"):
+        with trace.phase("servers"):
             return await self._completions.generate(req)
 
     # Weights and versions
@@ -287,7 +287,7 @@ class RemoteInferenceEngine(InferenceEngine):
     def prepare_batch(
         self, dataloader: Dataloader, workflow: RolloutWorkflow, should_accept: ShouldAccept | None = None
     ) -> TensorDict:
-        @activity.waiting()
+        @activity.waiting(lambda: self.servers.num_slots)
         def collect() -> TensorDict:
             return self._rollouts().prepare_batch(dataloader, workflow, should_accept)
 

@@ -15,8 +15,7 @@ from typing import Any
 from arealite.api.errors import RewardError
 from arealite.api.reward_api import RewardFunction
 from arealite.api.source_lines import SourceLine, line_of, users_line
-from arealite.utils import heartbeat
-from arealite.utils.activity import doing
+from arealite.utils import heartbeat, trace
 from arealite.utils.worker_process import CallError, WorkerCrashError, WorkerPool, describe_error, pickle_target
 
 Result = tuple[str, Any]  # `("ok", number)`, or `("contract", message)`
@@ -51,6 +50,7 @@ class RewardRunner:
             self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
 
     async def __call__(self, **call: Any) -> float:
+<<<<<<< HEAD
         if not self.is_async:
             self._pool.check_open()
         with doing("reward"):
@@ -72,6 +72,31 @@ class RewardRunner:
         if kind != "ok":
             raise self._error(kind, value)
         return float(value)
+=======
+        if self._is_closed:
+            raise RuntimeError(
+                f"reward runner of {self.name} must be open: got a call after close(). Make a new one, or close "
+                "workflows after rollout.destroy(), which ends their episodes."
+            )
+        kind: Any
+        with trace.phase("reward"):
+            if self.is_async:
+                kind, value = await self._await(call)
+            else:
+                kind, value = await asyncio.wrap_future(self._threads.submit(self._run_in_worker, call))
+        if kind == "ok":
+            return float(value)
+        place = ""
+        if kind == "timeout":
+            value = f"must return within {self.timeout:g} s: got no result. Make it faster or raise reward_timeout."
+        elif kind == "exception":
+            place, _, value = value.partition("\n")
+            _, _, last = value.strip().rpartition("\n")
+            value = f"must not raise: got {last}\n{value}"
+        elif kind == "crash":
+            value = f"must run in a healthy process: got {value}."
+        raise RewardError(f"reward function {self.name} {value}", kind=kind, place=place or self._place)
+>>>>>>> 9011328 (rollout: what episodes do is accounted for in rollout/, and utils.trace knows phases only)
 
     def close(self) -> None:
         """End all processes; calls that run fail."""

@@ -33,12 +33,11 @@ from arealite.api.errors import (
 from arealite.api.io_struct import ModelRequest, PromptId
 from arealite.api.run_metrics import OTHER_REWARDS
 from arealite.rollout.account.ledger import Ledger
+from arealite.rollout.activity import activity
 from arealite.rollout.evaluation import is_binary
 from arealite.rollout.failures import BY_FILTER, BY_WORKFLOW, Budgets, describe, first, kind_of
-from arealite.rollout.loop_watch import running
 from arealite.rollout.prompts import Prompt, SampleRecord
 from arealite.rollout.trajectory import Columns, check_trajectory
-from arealite.utils import activity
 
 logger = logging.getLogger("arealite.rollout")
 
@@ -168,7 +167,7 @@ class LocalAttempts:
         assert prompt.workflow is not None, f"prompt {prompt.prompt_id} has no workflow"
         current_episode.set(episode)
         try:
-            with running(str(prompt.prompt_id)), activity.episode(str(prompt.prompt_id)):
+            with activity.episode(str(prompt.prompt_id)):
                 returned = await prompt.workflow.arun_episode(self.engine, prompt.row)
             return BY_WORKFLOW if returned is None else self._judged(episode, returned)
         except AbandonedError as error:

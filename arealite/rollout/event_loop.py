@@ -14,7 +14,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from typing import Any, TypeVar, cast
 
-from arealite.rollout.loop_watch import LoopWatch, oldest_episodes
+from arealite.rollout.activity import activity
+from arealite.rollout.loop_watch import LoopWatch
 from arealite.utils import heartbeat
 from arealite.utils.threads import DaemonThreads
 
@@ -46,7 +47,7 @@ class EventLoopThread:
         self._thread.start()
         self.loop = self._loop.result()
         heartbeat.report(f"loop {name}", self.watch.describe)
-        heartbeat.report("episodes", oldest_episodes)
+        heartbeat.report("episodes", lambda: {"oldest": activity.oldest()})
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine and return at once."""
@@ -97,7 +98,6 @@ class EventLoopThread:
         """Cancel every task and join the thread; one that does not end in time is left to the end of the process."""
         self.call_soon(self._must_end.set)
         self._thread.join(timeout_s)
-        heartbeat.withdraw(f"loop {self._thread.name}")
         if self._thread.is_alive():
             line = self.watch.blocking or "a workflow"
             logger.warning("the %s did not end within %g s: %s blocks it", self._what, timeout_s, line)

@@ -83,9 +83,7 @@ class RolloutExecutor:
         self._reopened: list[Prompt] | None = None
         # Sends current weights to joining servers while the trainer waits; `loop.ask` requests a call.
         self.catch_up: Callable[[], None] = lambda: None
-        self.loop = EventLoopThread(
-            "arealite-rollout", blocking_call_s=config.blocking_call_s, max_blocked_s=config.episode_timeout
-        )
+        self.loop = EventLoopThread("arealite-rollout", max_blocked_s=config.episode_timeout)
         heartbeat.report("prompts by state", self._ledger.totals)
 
     # Called by the trainer's thread: batches

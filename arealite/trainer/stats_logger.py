@@ -8,6 +8,7 @@ import atexit
 import json
 import logging
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -127,8 +128,8 @@ class _Writer:
         self._traced_until: int | None = None
         if experiment is not None and experiment.num_traced_steps:
             self._traced_until = start_step + experiment.num_traced_steps
-            atexit.register(trace.finish, run.trace)  # however the run ends
-            if not trace.resume():
+            atexit.register(trace.join, run.trace)  # however the run ends
+            if trace.FOLDER_VARIABLE not in os.environ:
                 logger.warning("perf_trace has no effect: only launchers that start the processes trace them")
         self._line_freq_steps, self._silent_s = config.line_freq_steps, 0.0
         # COLUMNS is set where a launcher stands between us and a terminal; a file or pipe gets whole lines.
@@ -154,7 +155,8 @@ class _Writer:
             self._silent_s = 0.0
         heartbeat.show(step=step + 1)
         if step == self._traced_until:  # by then every rank has written the step before
-            trace.finish(self._run.trace)
+            trace.join(self._run.trace)
+            atexit.unregister(trace.join)
         for sink in self._sinks:
             sink.write(step, finite)
 

@@ -264,7 +264,7 @@ def test_what_a_worker_learns_of_servers_reaches_the_master(connect: Connect) ->
 
 
 def test_a_call_that_blocks_a_worker_ends_the_run_and_is_named(connect: Connect) -> None:
-    engine, _ = connect(ScriptedServer(), BlockingWorkflow, num=1, episode_timeout=2.0, blocking_call_s=0.5)
+    engine, _ = connect(ScriptedServer(), BlockingWorkflow, num=1, episode_timeout=2.0)
     with pytest.raises(RuntimeError, match=r"BlockingWorkflow\.arun_episode blocks it"):
         engine.prepare_batch(loader(), BlockingWorkflow())
 

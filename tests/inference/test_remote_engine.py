@@ -34,7 +34,7 @@ from arealite.inference.backends.sglang import SGLangBackend
 from arealite.inference.http import OutOfFilesError, StatusError
 from arealite.inference.pool import parse_addresses
 from arealite.inference.remote_engine import RemoteInferenceEngine
-from arealite.rollout import loop_watch
+from arealite.rollout.activity import activity
 from arealite.rollout.episode import Episode, current_episode
 from arealite.utils.stop_strings import StopStrings
 
@@ -348,7 +348,7 @@ def test_an_episode_that_waits_for_a_server_says_so() -> None:
 
     def look() -> None:
         server.wait_until_held()
-        found.extend(loop_watch.oldest_episodes())
+        found.extend(activity.oldest())
         server.holds_at = None
 
     with connected(server) as engine:

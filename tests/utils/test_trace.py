@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
-import json
 import os
 import signal
 import subprocess
 import sys
+import time
 import timeit
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +45,6 @@ def test_without_the_variable_a_span_costs_nothing() -> None:
             pass
 
     assert min(timeit.repeat(one_span, number=10_000, repeat=5)) / 10_000 < 2e-6
-    assert trace.resume() is False
 
 
 def test_processes_share_a_clock_and_one_that_is_killed_loses_its_last_line(traced: Path, tmp_path: Path) -> None:
@@ -68,18 +66,18 @@ print(flush=True); sys.stdin.read()
     (part,) = (path for path in traced.glob("*.jsonl") if f".{theirs.pid}-" in path.name)
     with part.open("a") as file:
         file.write('{"pid": 3, "ph": "X", "na')
-    trace.finish(tmp_path / "trace.json.gz")
+    trace.join(tmp_path / "trace.json.gz")
     found = {span.name: span for span in read_spans(tmp_path / "trace.json.gz")}
     assert_nested([*found.values()])
     assert set(found) == {"ours", "outer", "inner", "beside", "after"}
     order = ["ours", "outer", "inner", "beside", "after"]
     assert sorted(found, key=lambda name: found[name].began_s) == order, "also between processes"
     assert found["outer"].ended_s <= found["beside"].began_s <= found["ours"].ended_s <= found["after"].began_s
-    assert 0.05 <= found["inner"].length_s <= found["outer"].length_s
+    assert 0.0499 <= found["inner"].length_s <= found["outer"].length_s, "in whole microseconds"
     assert found["inner"].args == {"tokens": 7} and found["beside"].thread != found["outer"].thread
     assert found["ours"].process.startswith("the test (") and found["outer"].process.startswith("theirs (")
-    assert -1 < found["ours"].began_s < 60, "since the first process began"
-    assert sorted(path.suffix for path in traced.iterdir()) == ["", ".clock", ".clock", ".jsonl", ".jsonl"]
+    assert -60 < found["ours"].began_s - time.time() < 60
+    assert [path.suffix for path in traced.iterdir()] == [".jsonl", ".jsonl"]
 
 
 async def test_spans_of_an_event_loop_know_what_they_are_in(traced: Path, tmp_path: Path) -> None:
@@ -100,7 +98,7 @@ async def test_spans_of_an_event_loop_know_what_they_are_in(traced: Path, tmp_pa
         await tasks[1]
     with trace.span("another"):
         pass
-    trace.finish(tmp_path / "trace.json.gz")
+    trace.join(tmp_path / "trace.json.gz")
     found = read_spans(tmp_path / "trace.json.gz")
     episode = next(one for one in found if one.name == "episode")
     assert [(one.name, one.args.get("in")) for one in found] == [
@@ -111,28 +109,34 @@ async def test_spans_of_an_event_loop_know_what_they_are_in(traced: Path, tmp_pa
     assert first.ended_s <= reward.began_s < reward.ended_s <= second.ended_s <= episode.ended_s
 
 
-def test_nobody_writes_after_the_end_until_it_is_resumed(
-    traced: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trace, "_LOOK_S", 0.0)
+def test_a_later_join_has_what_was_written_since(traced: Path, tmp_path: Path) -> None:
     path = tmp_path / "trace.json.gz"
-    with trace.span("before"):
-        pass
-    trace.finish(path)
-    first = path.read_bytes()
-    with trace.span("too late"):
-        pass
-    trace.finish(path)
-    assert path.read_bytes() == first and [one.name for one in read_spans(path)] == ["before"]
-    assert trace.resume()
-    with trace.span("after a restart"):
-        pass
-    trace.finish(path)
-    assert [one.name for one in read_spans(path)] == ["before", "after a restart"]
+    for name in ("first", "second"):
+        with trace.span(name):
+            pass
+        trace.join(path)
+    assert [one.name for one in read_spans(path)] == ["first", "second"]
 
 
-def test_a_process_writes_so_much_and_says_that_it_ends(
-    traced: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_phase_calls_the_observer_of_its_context(traced: Path, tmp_path: Path) -> None:
+    seen: list[tuple[str, int]] = []
+
+    async def task() -> None:
+        with trace.phase("inside"):
+            await asyncio.sleep(0)
+
+    token = trace.phase_observer.set(lambda name, change: seen.append((name, change)))
+    started = asyncio.create_task(task())
+    trace.phase_observer.reset(token)
+    with trace.phase("outside"):
+        await started
+    assert seen == [("inside", 1), ("inside", -1)]
+    trace.join(tmp_path / "trace.json.gz")
+    assert [one.name for one in read_spans(tmp_path / "trace.json.gz")] == ["outside", "inside"]
+
+
+def test_a_process_writes_so_much_and_warns_that_it_ends(
+    traced: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(trace._writer, "_left_bytes", 2000)
     for index in range(100):
@@ -140,11 +144,7 @@ def test_a_process_writes_so_much_and_says_that_it_ends(
             pass
     (part,) = traced.glob("*.jsonl")
     assert 2000 < part.stat().st_size < 2600
-    trace.finish(tmp_path / "trace.json.gz")
-    with gzip.open(tmp_path / "trace.json.gz") as file:
-        events = json.load(file)["traceEvents"]
-    assert [event["name"] for event in events if event["ph"] == "i"] == ["the 64 MiB of this process are full"]
-    assert 5 < sum(event["ph"] == "X" for event in events) < 20
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 def test_a_full_disk_ends_the_trace_and_nothing_else(traced: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -153,4 +153,3 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(traced: Path, caplog: pytes
         with trace.span("x"):
             pass
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "takes no more" in caplog.text

@@ -159,8 +159,6 @@ class InferenceEngineConfig(FolderBlock):
     overdue: Literal["wait", "drop", "train"] = "wait"
     """What happens to a running episode that would exceed the staleness bound: wait for it before training on others,
     drop and count it, or train on it late, which gives up the bound."""
-    blocking_call_s: Positive = 1.0
-    """Seconds that a workflow may block the event loop before the blocking line is reported."""
     weight_check: WeightCheckConfig = WeightCheckConfig()
     """Verification that the servers hold the trainer's weights."""
     stored_share: Fraction = 1.0
