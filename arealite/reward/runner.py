@@ -50,10 +50,9 @@ class RewardRunner:
             self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
 
     async def __call__(self, **call: Any) -> float:
-<<<<<<< HEAD
         if not self.is_async:
             self._pool.check_open()
-        with doing("reward"):
+        with trace.phase("reward"):
             try:
                 if self.is_async:
                     kind, value = await self._await(call)
@@ -72,31 +71,6 @@ class RewardRunner:
         if kind != "ok":
             raise self._error(kind, value)
         return float(value)
-=======
-        if self._is_closed:
-            raise RuntimeError(
-                f"reward runner of {self.name} must be open: got a call after close(). Make a new one, or close "
-                "workflows after rollout.destroy(), which ends their episodes."
-            )
-        kind: Any
-        with trace.phase("reward"):
-            if self.is_async:
-                kind, value = await self._await(call)
-            else:
-                kind, value = await asyncio.wrap_future(self._threads.submit(self._run_in_worker, call))
-        if kind == "ok":
-            return float(value)
-        place = ""
-        if kind == "timeout":
-            value = f"must return within {self.timeout:g} s: got no result. Make it faster or raise reward_timeout."
-        elif kind == "exception":
-            place, _, value = value.partition("\n")
-            _, _, last = value.strip().rpartition("\n")
-            value = f"must not raise: got {last}\n{value}"
-        elif kind == "crash":
-            value = f"must run in a healthy process: got {value}."
-        raise RewardError(f"reward function {self.name} {value}", kind=kind, place=place or self._place)
->>>>>>> 9011328 (rollout: what episodes do is accounted for in rollout/, and utils.trace knows phases only)
 
     def close(self) -> None:
         """End all processes; calls that run fail."""

@@ -1,9 +1,8 @@
-"""The heartbeat of a process: a counter of progress and its current waits, published twice a second.
+"""The heartbeat of a process: a counter of its progress and what its threads wait for, published twice a second.
 
-A launcher names the folder in AREALITE_PROGRESS_DIR, without which nothing is written. SIGUSR2 appends the stacks of
-all threads to a file beside it, also from inside C code. Invariant: `tick` costs less than 2 us.
-
-A process that can't begin a thread for want of memory is ended: CPython 3.11 would let whoever started it wait forever.
+A launcher names the folder in AREALITE_PROGRESS_DIR; without it nothing is published. SIGUSR2 appends the stacks of all
+threads to a file there: faulthandler writes it without the GIL and without ptrace, so also from a thread stuck in C
+code. Invariant: `tick` costs less than 2 us.
 """
 
 import faulthandler
@@ -16,23 +15,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 from arealite.utils import trace
+from arealite.utils.files import write_atomically
 from arealite.utils.processes import identity, machine
 
 FOLDER_VARIABLE = "AREALITE_PROGRESS_DIR"
 NAME_VARIABLE = "AREALITE_PROCESS_NAME"
 STACKS_SIGNAL = signal.SIGUSR2
 PERIOD_S = 0.5
-FILE_BYTES = 1 << 16
-_MAX_LOOKS = 20  # at a thread that was started and has not begun
-_NO_THREAD = (
-    b"memory ran out: a thread was started and lacks the memory to begin, so this process ends; use less, or raise the "
-    b"limit of the process (`arealite check` estimates the need)\n"
-)
 
-On = Literal["ranks", "rollout", "reward", "servers", "disk"]
+WaitsOn = Literal["ranks", "rollout", "reward", "servers", "disk"]
 
 logger = logging.getLogger("arealite.progress")
 _count = 0
@@ -52,8 +46,8 @@ def tick() -> None:
 
 
 @contextmanager
-def waiting(what: str, on: On | None = None, *, pid: int | None = None) -> Iterator[None]:
-    """Context or decorator that names what this thread waits for; the innermost one counts.
+def waiting(what: str, on: WaitsOn | None = None, *, pid: int | None = None) -> Iterator[None]:
+    """Publish what this thread waits for, and trace the wait; usable as a decorator. The innermost wait counts.
 
     `pid` is the process it waits for, if any. A wait is no progress by itself.
     """
@@ -70,17 +64,13 @@ def waiting(what: str, on: On | None = None, *, pid: int | None = None) -> Itera
 
 
 def report(name: str, make: Callable[[], Any]) -> None:
-    """Publish the result of `make` as JSON, e.g. queue depths; a thread calls it while there is no progress."""
+    """Publish the result of `make` as JSON, e.g. queue depths; it is called by a thread while there is no progress."""
     _reports[name] = make
 
 
 def show(**status: Any) -> None:
-    """Publish these fields of what a user sees of a run: `step`, `total_steps`, `phase`."""
+    """Publish fields for the launcher's console: `step`, `total_steps`, `phase`."""
     _status.update(status)
-
-
-def withdraw(name: str) -> None:
-    _reports.pop(name, None)
 
 
 def start(name: str | None = None) -> None:
@@ -90,80 +80,59 @@ def start(name: str | None = None) -> None:
         if _is_started:
             return
         _is_started = True
-    rank = os.environ.get("RANK")
-    name = name or (os.environ.get(NAME_VARIABLE, "process") if rank is None else f"trainer-{rank}")
+    name = name or os.environ.get(NAME_VARIABLE, "process")
     trace.start(name)
     folder = os.environ.get(FOLDER_VARIABLE)
     if not folder:
         return
+    write_stacks_on_signal(name)
     path = Path(folder) / f"{name}.{machine()}.{identity(os.getpid())}.json"
-    try:
-        answer_stack_requests(name)
+    threading.Thread(target=_publish_forever, args=(path, name), name="arealite-heartbeat", daemon=True).start()
+
+
+def write_stacks_on_signal(name: str) -> None:
+    """Have STACKS_SIGNAL append the stacks of all threads to `<name>.<pid>-<start>.stacks` in the launcher's folder."""
+    if folder := os.environ.get(FOLDER_VARIABLE):
+        path = Path(folder) / f"{name}.{identity(os.getpid())}.stacks"
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("w+b", buffering=0)  # rewritten in place at its final size, so that a full disk can't stop it
-        os.posix_fallocate(file.fileno(), 0, FILE_BYTES)
-    except OSError as error:
-        logger.warning("progress can't be published in %s: %s. Stall reports will have less detail.", folder, error)
-        return
-    threading.Thread(target=_publish_forever, args=(file, name), name="arealite-heartbeat", daemon=True).start()
+        faulthandler.register(STACKS_SIGNAL, file=path.open("ab"), all_threads=True)
 
 
-def answer_stack_requests(name: str) -> None:
-    """Let STACKS_SIGNAL append all stacks to `stacks/<name>.<pid>-<start>.txt`, whose name says that it is harmless."""
-    folder = os.environ.get(FOLDER_VARIABLE)
-    if not folder:
-        return
-    path = Path(folder).with_name("stacks") / f"{name}.{identity(os.getpid())}.txt"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unnamed = path.with_suffix(".unfinished")
-    file = unnamed.open("ab")
-    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
-    unnamed.rename(path)
-
-
-def _publish_forever(file: IO[bytes], name: str) -> None:
+def _publish_forever(path: Path, name: str) -> None:
     count, moved = -1, time.monotonic()
-    looks: dict[threading.Thread, int] = {}
     while True:
+        now, last, count = time.monotonic(), count, _count
+        moved = now if count != last else moved
+        state = {
+            "name": name,
+            "pid": os.getpid(),
+            "count": count,
+            "moved_s": now - moved,
+            "published": now,
+            "waits": _current_waits(now),
+            "status": dict(_status),
+            "reports": {} if count != last else {key: _made(make) for key, make in list(_reports.items())},
+        }
         try:
-            looks = {thread: looks.get(thread, 0) + 1 for thread in threading.enumerate() if thread.ident is None}
-            if any(num > _MAX_LOOKS for num in looks.values()):
-                os.write(2, _NO_THREAD)
-                os._exit(1)
-            now, last, count = time.monotonic(), count, _count
-            moved = now if count != last else moved
-            state = {
-                "name": name,
-                "pid": os.getpid(),
-                "count": count,
-                "moved": moved,
-                "published": now,
-                "main_thread": threading.main_thread().ident,
-                "waits": _current_waits(),
-                "status": dict(_status),
-                "reports": {} if count != last else {key: _made(make) for key, make in list(_reports.items())},
-            }
-            text = json.dumps(state, default=repr).encode()
-            if len(text) >= FILE_BYTES:
-                text = json.dumps(state | {"reports": {"error": f"{len(text)} bytes are too long"}}).encode()
-            os.pwrite(file.fileno(), text.ljust(FILE_BYTES - 1) + b"\n", 0)
-        except MemoryError:
-            pass  # also this thread must go on: there may be memory at the next look
+            write_atomically(path, json.dumps(state, default=repr))
         except OSError as error:
-            logger.warning("progress can't be published in %s: %s", file.name, error)
+            logger.warning("the heartbeat can't be written: %s", error)
             time.sleep(60)
         time.sleep(PERIOD_S)
 
 
-def _current_waits() -> list[dict[str, Any]]:
+def _current_waits(now: float) -> list[dict[str, Any]]:
     """Return the innermost wait of each thread, the main thread's first."""
     main = threading.main_thread().ident
-    innermost = [waits[-1] | {"is_main": thread == main} for thread, waits in list(_waits.items()) if waits]
-    return sorted(innermost, key=lambda wait: (not wait["is_main"], wait["since"]))
+    innermost = [(thread == main, waits[-1]) for thread, waits in list(_waits.items()) if waits]
+    return [
+        {"what": wait["what"], "on": wait["on"], "pid": wait["pid"], "for_s": now - wait["since"], "is_main": is_main}
+        for is_main, wait in sorted(innermost, key=lambda item: (not item[0], item[1]["since"]))
+    ]
 
 
 def _made(make: Callable[[], Any]) -> Any:
     try:
         return make()
-    except Exception as error:  # it looks at objects that other threads change; the next look is in half a second
+    except Exception as error:  # other threads change what it reads; it is called again in half a second
         return {"error": repr(error)}

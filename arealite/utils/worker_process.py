@@ -291,7 +291,7 @@ def main() -> None:
     descriptor, parent, name = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
-    heartbeat.answer_stack_requests(name)
+    heartbeat.write_stacks_on_signal(name)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     with contextlib.suppress(EOFError, OSError):  # the parent has ended, or the function closed the socket

@@ -1,11 +1,11 @@
-"""Who is blocked, on what, since when: one culprit out of the evidence of a stalled run.
+"""The verdict on a stalled run: one process, its line, and since when. Pure.
 
-In a stall almost everyone waits for someone. The first of the rules below (surest first) that recognises something
-names the culprit; the last one always does. Rules about episodes hold only while a trainer waits for episodes. Pure.
+In a stall almost every process waits for another. The first of `RULES` that matches names the culprit; the last one
+always matches.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -13,203 +13,113 @@ import psutil
 from arealite.api.source_lines import users_line
 from arealite.watchdog.evidence import Evidence, Process, stacks_of
 
-_SILENT_S = 5.0  # a process that publishes twice a second and has not for so long, or half the stall, is not able to
-_BUSY_SHARE = 0.5
+_SILENT_S = 5.0  # heartbeats come twice a second
+_NO_GIL = "holds the GIL in C code", "Call that code in another process."
+_HALTED = {
+    psutil.STATUS_STOPPED: ("is stopped by a signal (state T)", "Continue it with kill -CONT {pid}."),
+    psutil.STATUS_TRACING_STOP: ("is held by a debugger (state t)", "Continue it in the debugger."),
+    psutil.STATUS_DISK_SLEEP: ("is stuck in the kernel (state D)", "Look at the disk and at its network mounts."),
+}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One culprit and those who wait for it."""
+    """The culprit, its line, since when, and what to do about it."""
 
     culprit: str
     reason: str
-    since: float | None
+    for_s: float | None
     advice: str
-    waiting: tuple[str, ...] = ()
 
     def lines(self, evidence: Evidence) -> list[str]:
-        since = "" if self.since is None else f", for {evidence.now - self.since:.0f} s"
-        head = f"stalled: nothing has moved for {evidence.stalled_s:.0f} s, because of {self.culprit}, which"
-        return [f"{head} {self.reason}{since}.", *(f"    {text}" for text in (self.advice, *self.waiting))]
+        """Return the lines for the console: the verdict, the advice, and the waits of all other processes."""
+        duration = "" if self.for_s is None else f", for {self.for_s:.0f} s"
+        head = f"stalled: no progress for {evidence.stalled_s:.0f} s: {self.culprit} {self.reason}{duration}"
+        others = [process for process in evidence.beating if not self.culprit.startswith(str(process))]
+        return [head, f"    {self.advice}", *(f"    {process} {_doing(process)}" for process in others)]
 
 
 def judge(evidence: Evidence) -> Verdict:
-    found = next(filter(None, (rule(evidence) for rule in RULES)))
-    others = [one for one in evidence.publishing() if not found.culprit.startswith(str(one))]
-    return replace(found, waiting=tuple(_waits(one, evidence.now) for one in others))
+    return next(filter(None, (rule(evidence) for rule in RULES)))
 
 
-def _stopped(evidence: Evidence) -> Verdict | None:
-    """A process that got SIGSTOP, or is held by a debugger."""
-    for one in evidence.processes:
-        since = one.progress.published if one.progress else None
-        if one.state == psutil.STATUS_TRACING_STOP:
-            return Verdict(str(one), "is held by a debugger (state t)", since, "Let the debugger continue it.")
-        if one.state == psutil.STATUS_STOPPED:
-            advice = f"Continue it with kill -CONT {one.pid}."
-            return Verdict(str(one), "is stopped by a signal (state T)", since, advice)
+def _silent(evidence: Evidence) -> Verdict | None:
+    """A process that can't publish its heartbeat."""
+    for process in evidence.processes:
+        is_silent = process.silent_s > max(_SILENT_S, evidence.stalled_s / 2)
+        if is_silent or process.state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+            reason, advice = _HALTED.get(process.state, _NO_GIL)
+            lines = [users_line(stack) for stack in stacks_of(process.stacks)]  # any thread may hold the GIL
+            where = "; ".join(dict.fromkeys(str(line) for line in lines if line))
+            reason += f": {where}" if where else ""
+            return Verdict(str(process), reason, process.silent_s or None, advice.format(pid=process.pid))
     return None
 
 
 def _not_begun(evidence: Evidence) -> Verdict | None:
-    """A process that has not come to its first progress."""
-    publishing = {one.name for one in evidence.publishing()}
-    missing = next((name for name in evidence.expected if name not in publishing), None)
-    if missing is None:
+    """A process that has not made its first progress."""
+    begun = {process.name for process in evidence.beating}
+    missing = next((name for name in evidence.expected if name not in begun), None)
+    advice = "Look at its log; a slow start needs a larger rollout.setup_timeout."
+    return None if missing is None else Verdict(missing, "has not made its first progress", None, advice)
+
+
+def _episodes(evidence: Evidence) -> Verdict | None:
+    """The reason why episodes do not end for which a trainer waits: their loop is blocked, or what they await."""
+    if not any(process.wait and process.wait.on == "rollout" for process in evidence.beating):
         return None
-    process = next((one for one in evidence.processes if one.name == missing), None)
-    reason = "has not come to its first progress" + ("" if process is None else f": {_doing(process)}")
-    advice = "Look at its log; a start that takes long needs a larger setup_timeout."
-    return Verdict(str(process or missing), reason, None, advice)
-
-
-def _outside_the_collective(evidence: Evidence) -> Verdict | None:
-    """The one rank for which all other ranks wait, unless it waits for something else itself."""
-    ranks = evidence.publishing("trainer-")
-    outside = [one for one in ranks if not _is_in_collective(one)]
-    if len(outside) != 1 or len(ranks) < 2 or _waits_on(outside[0]):
-        return None
-    (one,) = outside
-    what = next((other.wait.what for other in ranks if other is not one and other.wait), "a collective")
-    reason = f"has not entered {what}, where all other ranks wait: {_doing(one)}"
-    return Verdict(str(one), reason, one.moved, "Every rank must call the same collectives in the same order.")
-
-
-def _python_lock(evidence: Evidence) -> Verdict | None:
-    """A process whose threads can't run, because C code keeps Python's lock."""
-    for one in evidence.publishing():
-        assert one.progress is not None
-        silent_s = evidence.now - one.progress.published
-        if silent_s > max(_SILENT_S, evidence.stalled_s / 2) and one.state != psutil.STATUS_DISK_SLEEP:
-            lines = [users_line(stack) for stack in stacks_of(one.stacks).values()]  # one of these threads holds it
-            where = "; ".join(dict.fromkeys(str(line) for line in lines if line)) or "no line of the user's"
-            reason = f"keeps Python's lock in C code: {where}"
-            return Verdict(str(one), reason, one.progress.published, "Call it in another process.")
-    return None
-
-
-def _blocked_loop(evidence: Evidence) -> Verdict | None:
-    """A line of a workflow that keeps the event loop from turning."""
-    for one, name, loop in _reports(evidence, "loop "):
-        if blocked := loop["blocked_by"]:
-            reason = f"blocks the rollout loop at {blocked['line']} ({name})"
+    for process, loop in _reports(evidence, "loop "):
+        if loop["blocked_by"]:
+            reason = f"blocks the event loop of episodes at {loop['blocked_by']}"
             advice = "Await there, or call it through asyncio.to_thread."
-            return Verdict(str(one), reason, blocked["since"], advice)
+            return Verdict(str(process), reason, loop["overdue_s"], advice)
+    calls = [(wait, process) for process in evidence.beating for wait in process.waits if wait.on == "reward"]
+    for call, caller in sorted(calls, key=lambda item: -item[0].for_s):
+        line = next((f" at {one.line}" for one in evidence.processes if one.pid == call.pid), "")
+        advice = "Fix the function, or set rollout.reward_timeout to end such a call."
+        reason = f"has not returned{line} (called by {caller})"
+        return Verdict(f"{call.what} (pid {call.pid})", reason, call.for_s, advice)
+    episodes = [
+        (episode, process) for process, report in _reports(evidence, "episodes") for episode in report["oldest"]
+    ]
+    for episode, process in sorted(episodes, key=lambda item: (item[0]["on"] == "servers", -item[0]["for_s"])):
+        reason = f"awaits at {episode['line']}"
+        advice = "Give that await a deadline (asyncio.timeout), or set rollout.episode_timeout."
+        if episode["on"] == "servers":
+            tokens = {address: num for _, report in _reports(evidence, "servers") for address, num in report.items()}
+            busy = sorted(address for address, num in tokens.items() if num)
+            reason, advice = f"waits for the servers {', '.join(busy)}", "Look at their logs."
+        return Verdict(f"episode {episode['name']} in {process}", reason, episode["for_s"], advice)
     return None
 
 
-def _long_reward(evidence: Evidence) -> Verdict | None:
-    """A reward call that has run at least as long as the stall."""
-    calls = [(wait, one) for one in _waiting_for_episodes(evidence) for wait in one.waits if wait.on == "reward"]
-    if not calls:
-        return None
-    call, owner = min(calls, key=lambda item: item[0].since)
-    where = next((f" at {one.line}" for one in evidence.processes if one.pid == call.pid and one.line), "")
-    reason = f"has not returned{where} (called by {owner})"
-    advice = "Fix the function; rollout.reward_timeout ends such a call."
-    return Verdict(f"{call.what} (pid {call.pid})", reason, call.since, advice)
+def _waits_for_nobody(evidence: Evidence) -> Verdict:
+    """The process that waits for no other, or else the one that has waited longest."""
+
+    def order(process: Process) -> tuple[bool, bool, bool, float]:
+        in_collective = any("/torch/distributed/" in line.file for line in process.main_stack[:8])
+        for_ranks = in_collective or bool(process.wait and process.wait.on == "ranks")
+        return process.name.startswith("server-"), for_ranks, process.wait is not None, -_for_s(process)
+
+    process = min(evidence.beating, key=order, default=None)
+    if process is None:
+        return Verdict("the run", "has no heartbeat", None, "Look at the logs.")
+    return Verdict(str(process), _doing(process), _for_s(process), "Its stacks are in the evidence.")
 
 
-def _awaiting_episode(evidence: Evidence) -> Verdict | None:
-    """Episodes that await something of the user's own."""
-    episodes = [(one, owner) for owner, _, made in _reports(evidence, "episodes") for one in made]
-    own = [item for item in episodes if item[0]["on"] == "code"]
-    if not own:
-        return None
-    oldest, owner = min(own, key=lambda item: item[0]["since"])
-    others = sum(one["line"] == oldest["line"] for one, _ in own) - 1
-    reason = f"awaits at {oldest['line']}" + (f", as {others} of the oldest others do" if others else "")
-    advice = "Give that await a deadline (asyncio.timeout); rollout.episode_timeout ends the episode otherwise."
-    return Verdict(f"episode {oldest['name']} in {owner}", reason, oldest["since"], advice)
+RULES: tuple[Callable[[Evidence], Verdict | None], ...] = (_silent, _not_begun, _episodes, _waits_for_nobody)
 
 
-def _silent_server(evidence: Evidence) -> Verdict | None:
-    """A server that does not answer, or does not work on what it has."""
-    processes = {one.name: one for one in evidence.processes}
-    for server in evidence.servers:
-        process = processes.get(server.name)
-        since = process.moved if process else None
-        who = f"{process or server.name} at {server.address}"
-        if server.answer is None:
-            where = f" It is {_doing(process)}." if process and process.stacks else ""
-            return Verdict(who, f"does not answer GET /server_info ({server.error})", since, f"Look at its log.{where}")
-        if server.answer.get("is_paused") and server.answer.get("waiting"):
-            reason = f"is paused with {server.answer['waiting']} requests waiting"
-            return Verdict(who, reason, since, "Whoever paused it must POST /continue_generation.")
-        if server.answer.get("running"):
-            reason = f"generates nothing for {server.answer['running']} running requests"
-            return Verdict(who, reason, since, "Look at its log and at its stacks.")
-    return None
+def _reports(evidence: Evidence, prefix: str) -> list[tuple[Process, Any]]:
+    """Return the reports under names that begin so; reports that failed are left out."""
+    reports = [(one, name, report) for one in evidence.beating for name, report in one.reports.items()]
+    return [(one, report) for one, name, report in reports if name.startswith(prefix) and "error" not in report]
 
 
-def _disk(evidence: Evidence) -> Verdict | None:
-    """A process in an uninterruptible wait, or that says it waits for a disk."""
-    for one in evidence.processes:
-        if one.state == psutil.STATUS_DISK_SLEEP or _waits_on(one) == "disk":
-            what, since = (one.wait.what, one.wait.since) if one.wait else ("a disk or device", None)
-            reason = f"waits for {what} (state {one.state}; {evidence.disk}): {_doing(one)}"
-            return Verdict(str(one), reason, since, "Look at the disk and at its network mounts.")
-    return None
+def _for_s(process: Process) -> float:
+    return process.wait.for_s if process.wait else process.moved_s
 
 
-def _busy_or_first(evidence: Evidence) -> Verdict:
-    """Whoever waits for nobody, else whoever has waited longest."""
-    published = [one for one in evidence.publishing() if not _is_idle_server(one, evidence)]
-    if not published:
-        return Verdict("the run", "has published no progress at all", None, "Look at the logs and the stacks.")
-
-    def since(one: Process) -> float:
-        return one.wait.since if one.wait else one.moved or 0.0
-
-    one = min(published, key=lambda one: (_waits_on(one) is not None, since(one)))
-    return Verdict(str(one), _doing(one), since(one), "Look at its stack.")
-
-
-RULES: tuple[Callable[[Evidence], Verdict | None], ...] = (
-    _stopped,
-    _not_begun,
-    _outside_the_collective,
-    _python_lock,
-    _blocked_loop,
-    _long_reward,
-    _awaiting_episode,
-    _silent_server,
-    _disk,
-    _busy_or_first,
-)
-
-
-def _waits_on(one: Process) -> str | None:
-    return one.wait.on if one.wait else None
-
-
-def _is_in_collective(one: Process) -> bool:
-    """Whether a rank says so, or its main thread is inside torch.distributed (a call of the user's own)."""
-    return _waits_on(one) == "ranks" or any("/torch/distributed/" in line.file for line in one.main_stack()[:8])
-
-
-def _is_idle_server(one: Process, evidence: Evidence) -> bool:
-    answers = [server.answer for server in evidence.servers if server.name == one.name]
-    return any(not (answer is None or answer.get("running") or answer.get("waiting")) for answer in answers)
-
-
-def _reports(evidence: Evidence, prefix: str) -> Iterator[tuple[Process, str, Any]]:
-    """Yield what trainers that wait for episodes report under names that begin so."""
-    for one in _waiting_for_episodes(evidence):
-        for name, made in one.progress.reports.items() if one.progress else ():
-            if name.startswith(prefix) and "error" not in made:
-                yield one, name, made
-
-
-def _waiting_for_episodes(evidence: Evidence) -> list[Process]:
-    return [one for one in evidence.publishing() if _waits_on(one) == "rollout"]
-
-
-def _doing(one: Process) -> str:
-    busy = f" with {100 * one.cpu_share:.0f} % of a core" if one.cpu_share > _BUSY_SHARE else ""
-    waits = f"waits for {one.wait.what}" if one.wait else "runs"
-    return f"{waits}{busy}" + ("" if one.line is None else f" at {one.line}")
-
-
-def _waits(one: Process, now: float) -> str:
-    return f"{one} waits for {one.wait.what}, for {now - one.wait.since:.0f} s" if one.wait else f"{one}: {_doing(one)}"
+def _doing(process: Process) -> str:
+    what = f"waits for {process.wait.what}" if process.wait else "runs"
+    return what + (f" at {process.line}" if process.line else "")

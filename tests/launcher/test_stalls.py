@@ -128,32 +128,32 @@ def test_server_stopped_by_a_signal(stalls):
     stall = stalls["stopped_server"]
     assert stall.status == 4, stall.output
     pid = stall.pid_of("server-0")
-    assert f"because of server-0 (pid {pid}), which is stopped by a signal (state T), for " in stall.verdict
+    assert f" s: server-0 (pid {pid}) is stopped by a signal (state T), for " in stall.verdict
     assert f"    Continue it with kill -CONT {pid}.\n" in stall.output
-    assert "UnthrottledBatches.train" in stall.output, "who waits for it is told"
+    assert "UnthrottledBatches.train" in stall.output, "the console names the process that waits for it"
     assert wait_gone([pid], timeout_s=120) == set(), "a stopped process is ended as well"
 
 
 def test_rank_that_does_not_enter_a_collective(stalls):
     stall = stalls["absent_rank"]
     assert stall.status == 4, stall.output
-    assert f"because of trainer-1 (pid {stall.pid_of('trainer-1')}), which has not entered" in stall.verdict
-    assert f"runs at {guilty_line('absent_rank')}" in stall.verdict
+    culprit = f"trainer-1 (pid {stall.pid_of('trainer-1')})"
+    assert f" s: {culprit} runs at {guilty_line('absent_rank')}absent_rank, for " in stall.verdict
     assert f"trainer-0 (pid {stall.pid_of('trainer-0')}) waits for a sum over all ranks" in stall.output
 
 
 def test_deadlocked_reward(stalls):
     stall = stalls["reward_deadlock"]
     assert stall.status == 4, stall.output
-    assert "because of reward function deadlocked_reward (pid " in stall.verdict
-    assert f"which has not returned at {guilty_line('reward_deadlock')}deadlocked_reward" in stall.verdict
+    assert " s: reward function deadlocked_reward (pid " in stall.verdict
+    assert f"has not returned at {guilty_line('reward_deadlock')}deadlocked_reward" in stall.verdict
 
 
 def test_episode_that_awaits_for_ever(stalls):
     stall = stalls["awaits_for_ever"]
     assert stall.status == 4, stall.output
-    assert f"because of episode 0-5 in trainer-0 (pid {stall.pid_of('trainer-0')}), which awaits" in stall.verdict
-    assert f"awaits at {guilty_line('awaits_for_ever')}Awaiting.arun_episode, for " in stall.verdict
+    culprit = f"episode 0-5 in trainer-0 (pid {stall.pid_of('trainer-0')})"
+    assert f" s: {culprit} awaits at {guilty_line('awaits_for_ever')}Awaiting.arun_episode, for " in stall.verdict
 
 
 def test_blocking_call_in_a_workflow(stalls):
@@ -161,8 +161,9 @@ def test_blocking_call_in_a_workflow(stalls):
     assert stall.status == 4, stall.output
     line = guilty_line("blocking_sleep")
     warning = rf"{re.escape(line)}Blocking\.arun_episode blocks the rollout loop for \d+\.\d s"
-    assert re.search(warning, stall.output), "it is warned of at once"
-    assert f"blocks the rollout loop at {line}Blocking.arun_episode" in stall.verdict
+    assert re.search(warning, stall.output), "the warning comes while it blocks"
+    culprit = f"trainer-0 (pid {stall.pid_of('trainer-0')})"
+    assert f" s: {culprit} blocks the event loop of episodes at {line}Blocking.arun_episode, for " in stall.verdict
 
 
 def test_full_disk(stalls, small_disk):

@@ -62,8 +62,6 @@ class LauncherConfig(ConfigBase):
     stop_timeout: Positive = 60.0
     """Seconds that the trainer has for a last checkpoint and report after Ctrl-C or SIGTERM; a second one ends it."""
     stall_timeout: Positive = 1800.0
-    """Seconds without progress of any process after which a run is called stalled."""
+    """Seconds without progress of any process after which the run is stalled: exit status 4."""
     preflight: bool = True
     """Whether the launcher looks at model, tokenizer, data, reward and declared graph before it starts anything."""
-    on_stall: Literal["stop", "continue"] = "stop"
-    """What the launcher does after its verdict on a stalled run."""

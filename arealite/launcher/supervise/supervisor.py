@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Coroutine, Mapping, Sequence
@@ -29,8 +30,8 @@ from arealite.utils.files import read_jsonl
 from arealite.utils.heartbeat import FOLDER_VARIABLE, NAME_VARIABLE, PERIOD_S
 from arealite.utils.processes import adopt_orphans, descendants, describe_exit, kill_tree, num_oom_kills
 from arealite.utils.registry import Registry
-from arealite.watchdog.evidence import read_progress
-from arealite.watchdog.stall import StallWatch, forget_progress
+from arealite.watchdog.evidence import read_heartbeats
+from arealite.watchdog.stall import StallWatch
 
 CONFIG_FAILED = 2
 SERVER_FAILED = 3
@@ -101,7 +102,7 @@ class Supervisor:
         self._registry = registry
         self._secret = secret
         self._logs = run.folder.logs
-        forget_progress(self._logs)
+        shutil.rmtree(self._logs / "progress", ignore_errors=True)
         self._console = Console()
         self._log = Output("launcher", self._logs / "launcher.log", self._console)
         self._num_oom_kills = num_oom_kills()
@@ -322,30 +323,23 @@ class Supervisor:
 
     async def _draw(self) -> ExitReason:
         while True:
-            for progress in read_progress(self._logs / "progress", "trainer-0").values():
-                if status := progress.status:
+            for process in read_heartbeats(self._logs / "progress", "trainer-0"):
+                if status := process.status:
                     self._console.show_progress(status["step"], status["total_steps"], status["phase"])
             await asyncio.sleep(PERIOD_S)
 
     async def _stalled(self) -> ExitReason:
-        """Return when the run stalls and may not continue."""
-        launcher = self._config.launcher
+        """Return when the run stalls."""
         watch = StallWatch(
-            timeout_s=launcher.stall_timeout,
+            timeout_s=self._config.launcher.stall_timeout,
             setup_timeout_s=setup_timeout_s(self._config),
             logs=self._logs,
-            servers=self._addresses,
             expected=self._expected,
-            secret=self._secret,
             count_output=lambda: self._num_output_bytes,
         )
-        while True:
-            for line in await watch.next_stall():
-                self._say(line)
-            if launcher.on_stall == "stop":
-                return ExitReason(STALLED, "the run is stalled")
-            await watch.movement()
-            self._say("the run moves again")
+        for line in await watch.stall():
+            self._say(line)
+        return ExitReason(STALLED, "the run is stalled")
 
     def _describe(self, status: int) -> str:
         """Say how a job ended; of other nodes, only Slurm and Ray know whether memory was the reason."""
@@ -443,6 +437,6 @@ class Supervisor:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
         adopt_orphans(self._adopted_before)
-        forget_progress(self._logs)
+        shutil.rmtree(self._logs / "progress", ignore_errors=True)
         for output in self._outputs.values():
             output.close()
