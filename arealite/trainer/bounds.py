@@ -1,6 +1,6 @@
 """What bounded a step: its seconds by who was waited for, as measured, and the verdict in words.
 
-A wait for a batch is divided by what episodes did meanwhile (`utils/activity.py`); all else is the trainer's own time.
+A wait for a batch is divided by what episodes did meanwhile (`rollout/activity.py`); all else is the trainer's own time.
 """
 
 from collections.abc import Mapping

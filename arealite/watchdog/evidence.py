@@ -100,7 +100,7 @@ def collect(folder: Path, expected: Sequence[str], *, stalled_s: float) -> Evide
     processes = {(process.name, process.pid): process for process in read_heartbeats(folder)}
     stacks = {}
     for path in folder.glob("*.stacks"):
-        name, started, _ = path.name.split(".")
+        name, started, _ = path.name.rsplit(".", 2)
         pid = int(started.partition("-")[0])
         if started == identity(pid) and catches(pid, STACKS_SIGNAL):  # the signal would end another process
             stacks[name, pid] = path
