@@ -1,6 +1,7 @@
-"""What bounded a step: its seconds by who was waited for, as measured, and the verdict in words.
+"""The part of a run that bounded a step: trainer, rollout, reward, workflow or weights.
 
-A wait for a batch is divided by what episodes did meanwhile (`rollout/activity.py`); all else is the trainer's own time.
+A wait for a batch is divided among what episodes did meanwhile (`rollout/activity.py`); the rest of the step is the
+trainer's own.
 """
 
 from collections.abc import Mapping

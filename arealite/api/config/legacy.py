@@ -112,6 +112,9 @@ DEPRECATED = {
     "*_dataset.pin_memory": DeprecatedKey("engines move batches to their device themselves"),
     "*_dataset.num_workers": DeprecatedKey("the loop reads rows itself, when a batch needs them"),
     "*_dataset.reward_fn": DeprecatedKey("the script passes the reward function to the workflow"),
+    "rollout.blocking_call_s": DeprecatedKey("a workflow that blocks the event loop is reported after one second"),
+    "launcher.on_stall": DeprecatedKey("a stall ends the run with exit status 4", ("stop",)),
+    "*.node_timeout": DeprecatedKey("a rank ends 30 s after another node has fallen silent"),
     "stats_logger.swanlab.api_key": DeprecatedKey(
         "secrets stay out of stored configs: export SWANLAB_API_KEY", (None,)
     ),
