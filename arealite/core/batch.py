@@ -1,10 +1,10 @@
-"""Batches whose tensors lie in Ray's object store, cut once into parts and moved by pieces.
+"""Batches whose tensors are in Ray's object store, split once into parts and moved as pieces.
 
-A piece is one object: some keys of one part, as numpy arrays of the real tokens (numpy crosses the store without a
-copy; a TensorDict would be pickled). Invariants: a part is never cut again, so that a group of as many ranks as there
-are parts gets the shares of a script of ranks; what is restored has the real tokens and the width of what was sent, so
-sums keep their order, and the usual padding (-1 in `versions`, else 0). Pieces are copied when they are restored:
-arrays of the store belong to every reader.
+A piece is one object of the store: some keys of one part, as numpy arrays of the real tokens (numpy is read from the
+store without a copy; a TensorDict would be pickled). Invariants: a part is never split again, so a group with as many
+ranks as parts computes on the shares of a script with that many ranks; a restored part has the tokens and the width of
+the original, so sums keep their order, and the usual padding (-1 in `versions`, else 0). Restoring copies: arrays in
+the store are shared by all readers.
 """
 
 # B rows of a part, S padded tokens, N real tokens
@@ -25,12 +25,12 @@ from tensordict import TensorDict
 from arealite.utils.tensors import ABSENT, RAGGED, concat_padded_tensors, real_entries
 
 _MASK = "attention_mask"
-_BITS = {torch.bfloat16: torch.int16}  # types that numpy lacks travel as others of their size
+_BITS = {torch.bfloat16: torch.int16}  # numpy lacks the type: send its bits
 
 
 @dataclass(frozen=True)
 class _Array:
-    """A tensor on its way: `[N, ...]` of the real entries of `width` padded ones, or all of it if that is None."""
+    """A packed tensor: the real entries `[N, ...]` of rows padded to `width`, or the whole tensor if that is None."""
 
     values: np.ndarray[Any, Any]
     dtype: torch.dtype
@@ -53,14 +53,14 @@ def pack(part: TensorDict, keys: Iterable[str]) -> Piece:
 
 
 def _bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return a tensor's memory as an array; numpy takes and sets entries by a mask thirty times as fast as torch."""
+    """Return a tensor's memory as an array: numpy indexes by a mask thirty times as fast as torch."""
     return tensor.view(_BITS.get(tensor.dtype, tensor.dtype)).numpy()
 
 
 def unpack(arrays: Mapping[str, _Array]) -> TensorDict:
-    """Return the part that pieces of it hold; the caller may change it."""
+    """Return the part that the pieces hold, as a copy."""
     part: dict[str, torch.Tensor] = {}
-    for key in sorted(arrays, key=lambda key: (key != _MASK, key in RAGGED)):  # a key after what tells where it is real
+    for key in sorted(arrays, key=lambda key: (key != _MASK, key in RAGGED)):  # counts before ragged keys
         array = arrays[key]
         if array.width is None:
             part[key] = torch.from_numpy(np.array(array.values)).view(array.dtype)
@@ -76,7 +76,7 @@ def unpack(arrays: Mapping[str, _Array]) -> TensorDict:
 
 
 def restored(layout: Collection[Mapping[str, str]], parts: Iterable[Sequence[Piece]]) -> list[TensorDict]:
-    """Return parts of a batch, each from its pieces, whose keys `layout` has by their names in the batch."""
+    """Return parts of a batch, each from its pieces; `layout` maps names in the batch to keys of each piece."""
     return [
         unpack({name: piece[key] for names, piece in zip(layout, part) for name, key in names.items()})
         for part in parts
@@ -89,9 +89,9 @@ def join(parts: Sequence[TensorDict]) -> TensorDict:
 
 
 def cut(batch: TensorDict, parts: Sequence[TensorDict], keys: Iterable[str]) -> list[TensorDict]:
-    """Return for each part its rows of some keys of the joined batch, with the part's own padding and mask.
+    """Split some keys of the joined batch into parts again, with the padding and mask of each part.
 
-    With a key of `RAGGED` come its counts, which tell what of it is real.
+    A key of `RAGGED` includes its counts.
     """
     keys = with_counts(keys)
     cuts, first, joined_width = [], 0, batch[_MASK].shape[1]
@@ -108,19 +108,19 @@ def cut(batch: TensorDict, parts: Sequence[TensorDict], keys: Iterable[str]) -> 
 
 
 def with_counts(keys: Iterable[str]) -> list[str]:
-    """Return keys, and those without which they can't be restored."""
-    return list(dict.fromkeys(one for key in keys for one in (key, RAGGED.get(key, key))))
+    """Return keys together with the counts that are needed to restore ragged keys."""
+    return list(dict.fromkeys(name for key in keys for name in (key, RAGGED.get(key, key))))
 
 
 CHANGED = threading.Condition()
-"""Guards pieces and what groups have to do; whoever changes either wakes all that wait for it."""
+"""Guards pieces and the task lists of groups. Notify after every change."""
 
 
 class Pieces:
-    """References to the piece of each part, once they are there; those of a node that died are made again."""
+    """References to the piece of each part, once computed; pieces lost with a node are recomputed."""
 
     def __init__(self, references: list[Any] | None = None, *, make_again: Callable[[Pieces], None] | None = None):
-        """`make_again` reaches the maker of lost pieces; without one, pieces are the master's own."""
+        """`make_again` asks the group that made the pieces to recompute them; the master's own pieces have none."""
         self._references, self._make_again = references, make_again
         self._error: BaseException | None = None
 
@@ -128,13 +128,13 @@ class Pieces:
         return self._references is not None or self._error is not None
 
     def settle(self, references: list[Any] | None, error: BaseException | None = None) -> None:
-        """Set the references, or why there are none."""
+        """Set the references, or the error that replaces them."""
         with CHANGED:
             self._references, self._error = references, error
             CHANGED.notify_all()
 
     def result(self) -> list[Any]:
-        """Return the references, or raise why there are none; the group that makes them has deadlines."""
+        """Wait for the references and return them, or raise the error; the group that makes them has deadlines."""
         with CHANGED:
             CHANGED.wait_for(self.is_settled)
             if self._error is not None:
@@ -143,9 +143,9 @@ class Pieces:
             return self._references
 
     def report_lost(self, name: str) -> None:
-        """Let pieces be made again if `name`, Ray's of a lost object, is one of them."""
+        """Have the pieces recomputed if the lost object `name` (Ray's) is among them."""
         with CHANGED:
-            if self._make_again is None or name not in [one.hex() for one in self._references or ()]:
+            if self._make_again is None or name not in [piece.hex() for piece in self._references or ()]:
                 return
             self._references = None
             self._make_again(self)
@@ -153,45 +153,45 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Column:
-    """One key of a batch: the piece of each part, and the key's name in them."""
+    """A key of a batch: the piece of each part, and the key's name in the pieces."""
 
     pieces: Pieces
     key: str
     outcomes: Future[list[Any]] | None = None
-    """Tell whether the key was made, once the pieces are there; None for one that must be."""
+    """Outcomes that list the keys that were made, for an optional key; None for a required key."""
 
     def exists(self) -> bool:
-        """Wait for the call that makes the column, and tell whether it has."""
+        """Wait for the call that makes the column; return False if it did not make it."""
         return self.outcomes is None or self.key in self.outcomes.result()[0].made
 
 
 class RemoteBatch(UserDict[str, Column]):
-    """A batch of a master. A call that makes a column returns at once; what needs it waits for it."""
+    """A batch in the master. A call that makes a column returns at once; readers of the column wait."""
 
     def __init__(self, order: Sequence[Sequence[int]]) -> None:
-        """`order` has the rows of each part by their places in the whole batch."""
+        """`order` lists the rows of the whole batch that each part holds."""
         super().__init__()
         self.order = order
-        self.metrics: Mapping[str, float] = {}  # of the workflow, whose columns the calls of a graph don't name
+        self.metrics: Mapping[str, float] = {}  # the workflow's metrics: no call of a graph names their columns
 
     @property
     def num_parts(self) -> int:
         return len(self.order)
 
     def select(self, keys: Sequence[str] = ()) -> RemoteBatch:
-        """Return the columns of `keys` that there are, with those that restore them; without keys all."""
+        """Return the existing columns of `keys`, with the columns needed to restore them; without keys, all."""
         wanted = with_counts([_MASK, *keys]) if keys else list(self)
         selected = RemoteBatch(self.order)
         selected.update({key: self[key] for key in wanted if key in self})
         return selected
 
     def layout(self) -> dict[Pieces, dict[str, str]]:
-        """Return the columns that exist by the pieces where they lie: the keys there by their names here."""
-        found: dict[Pieces, dict[str, str]] = {}
+        """Return for each `Pieces` of the batch the names of its existing columns, mapped to keys of the pieces."""
+        layout: dict[Pieces, dict[str, str]] = {}
         for name, column in self.items():
             if column.exists():
-                found.setdefault(column.pieces, {})[name] = column.key
-        return found
+                layout.setdefault(column.pieces, {})[name] = column.key
+        return layout
 
     def __setitem__(self, key: str, column: Column) -> None:
         if not isinstance(column, Column):

@@ -1,9 +1,9 @@
-"""A group of workers: it does one call after the other, and those of its step again if it loses its workers.
+"""A group of workers: runs one call after the other, and replays the calls of the step if it loses its workers.
 
-A thread of the master runs the group's calls in the order in which they were submitted. A call starts when every piece
-of its inputs exists, never earlier: Ray does not run a rank whose argument failed, and the others would wait in a
-collective for ever. Invariants: a call is done by all ranks or by none; no result depends on how often workers were
-lost, since new ones continue from a snapshot of the step's start, random generators included.
+A thread of the master runs the group's calls in the order of submission. A call starts only when every piece of its
+inputs exists: Ray does not run a rank whose argument failed, and the other ranks would block in a collective.
+Invariants: a call runs on all ranks or on none; no result depends on the number of lost workers, since new workers
+resume from a snapshot of the step's start, random generators included.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from arealite.launcher.place.ray import last_line
 
 logger = logging.getLogger("arealite.core")
 
-_CLOSE_S = 30.0  # for the thread to notice that its workers are gone
+_CLOSE_S = 30.0  # in which the thread must notice that its workers are gone
 
 
 @dataclass(eq=False)
 class Task:
-    """A call, or the start of a step, where a snapshot is taken: how far it has come, and what comes of it."""
+    """A call, or the snapshot at the start of a step: its progress and its results."""
 
     call: Call
-    step: int  # of the batch that it works on, or that it begins
-    pieces: Pieces = field(default_factory=Pieces)  # what it made of each part
-    values: Future[list[Outcome]] = field(default_factory=Future)  # of all ranks
+    step: int
+    pieces: Pieces = field(default_factory=Pieces)  # outputs of each part
+    values: Future[list[Outcome]] = field(default_factory=Future)  # outcomes of all ranks
     begins: bool = False
     num_attempts: int = 0
     is_done: bool = False
     state: CallState = field(default_factory=CallState)
 
     def succeed(self, outcomes: list[Outcome], references: list[Any]) -> None:
-        """Hand over the first outcome; of a repetition only the pieces are of use. Who has pieces finds values."""
-        with CHANGED:  # `close` may fail it meanwhile
+        """Publish the outcomes and pieces. On a replay only the pieces are published. Values are set before pieces."""
+        with CHANGED:  # `close` may fail the task meanwhile
             if not self.values.done():
                 self.values.set_result(outcomes)
             self.pieces.settle(references)
 
     def fail(self, error: BaseException) -> None:
-        """Tell all who wait, also those who have the values and wait for pieces that are made again."""
+        """Fail all waiters, including those waiting for recomputed pieces."""
         with CHANGED:
             if not self.values.done():
                 self.values.set_exception(error)
@@ -62,20 +62,20 @@ class Task:
 
 
 class WorkerGroup:
-    """The workers of one or several roles. Its methods are the master's."""
+    """The workers of one or several roles. The master calls its methods."""
 
     def __init__(
         self, spec: GroupSpec, record: Callable[[CallRecord], None], note_incident: Callable[[str], None]
     ) -> None:
         self.spec = spec
         self.step = 0  # of the run
-        self.num_respawns, self.num_replayed = 0, 0  # workers that replaced lost ones; calls that were done again
+        self.num_respawns, self.num_replayed = 0, 0  # replaced workers, replayed calls
         self._record, self._note_incident = record, note_incident
-        self._lasting: list[Task] = []  # what new workers do before they get the snapshot
-        self._tasks: list[Task] = []  # since the snapshot, those to come included
-        self._snapshots: tuple[list[Any], Any] | None = None  # references by rank, and what keeps a copy here
-        self._loss: LossError | None = None  # that another thread has noticed
-        self._error: BaseException | None = None  # that ended the group
+        self._lasting: list[Task] = []  # tasks that new workers run before they get the snapshot
+        self._tasks: list[Task] = []  # tasks since the snapshot, done and pending
+        self._snapshots: tuple[list[Any], Any] | None = None  # references by rank, and values that keep a copy here
+        self._loss: LossError | None = None  # noticed by another thread
+        self._error: BaseException | None = None  # ended the group
         self._num_restarts, self._errors = 0, set[str]()  # since the last checkpoint
         self._placement = place(spec)
         self._world: World | None = None
@@ -90,11 +90,11 @@ class WorkerGroup:
     @property
     def machines(self) -> tuple[str, ...]:
         """The nodes of the ranks."""
-        world = self._world  # which the group's thread may take away now
+        world = self._world  # the group's thread may unset it now
         return () if world is None else world.machines
 
     def add(self, role: str, make: Callable[[], Any]) -> Task:
-        """Let every rank make the engine of a role."""
+        """Create the engine of a role on every rank."""
         return self.submit(Call(f"{role}.make", role, make, redo="always", makes=True, timeout_s=PLACE_S))
 
     def submit(self, call: Call, *, begins: bool = False) -> Task:
@@ -112,17 +112,17 @@ class WorkerGroup:
         return task
 
     def begin_step(self, step: int) -> None:
-        """Begin a step with a snapshot, after the calls so far."""
+        """Begin a step: take a snapshot after the calls so far."""
         self.step = step
         self.submit(Call("snapshot", "", "snapshot"), begins=True)
 
     def note_checkpoint(self) -> None:
-        """Count restarts from here on, as the run would resume no earlier than this checkpoint."""
+        """Reset the count of restarts: the run would resume from this checkpoint."""
         with CHANGED:
             self._num_restarts, self._errors = 0, set()
 
     def close(self) -> None:
-        """End the workers; calls that wait fail."""
+        """Stop the workers and fail pending calls."""
         self._end(GroupLostError(f"group {self.spec.name} is closed"))
         self._give_back()
         self._thread.join(_CLOSE_S)
@@ -135,7 +135,7 @@ class WorkerGroup:
     # The thread
 
     def _run(self) -> None:
-        """Do one task after the other; if the workers are lost, let new ones do the step from its start."""
+        """Run one task after the other; after a loss of the workers, new workers replay the step."""
         try:
             while self._error is None:
                 try:
@@ -148,7 +148,7 @@ class WorkerGroup:
             self._end(error)
 
     def _do_next(self) -> None:
-        """Wait for a task that is not done, and do it."""
+        """Wait for the next pending task and run it."""
         if self._world is None:
             self._form_world()
         with CHANGED:
@@ -158,7 +158,7 @@ class WorkerGroup:
         self._do(task)
 
     def _wait_for(self, is_there: Callable[[], object]) -> None:
-        """Wait for something, while holding CHANGED; raise what another thread has noticed meanwhile."""
+        """Wait until the condition holds, with CHANGED held; raise a loss or error set by another thread."""
         CHANGED.wait_for(lambda: self._loss or self._error or is_there())
         if (failure := self._loss or self._error) is not None:
             raise failure
@@ -167,7 +167,7 @@ class WorkerGroup:
         return next((task for task in self._tasks if not task.is_done), None)
 
     def _end(self, error: BaseException) -> None:
-        """Let every call fail from now on."""
+        """Fail all pending and future calls with `error`."""
         with CHANGED:
             self._error = self._error or error
             tasks, self._tasks = self._tasks, []
@@ -176,7 +176,7 @@ class WorkerGroup:
             task.fail(self._error)
 
     def _do(self, task: Task) -> None:
-        """Do a call and hand over what came of it."""
+        """Run a call and publish its result."""
         call, world = task.call, self._world
         assert world is not None, "a world is formed first"
         if task.begins:
@@ -196,8 +196,8 @@ class WorkerGroup:
                 column.pieces.report_lost(str(loss.lost_piece))
             raise
         except Exception as error:
-            if task.values.done():  # it had succeeded before
-                raise LossError(f"{call.name} failed when it was done again: {error!r}", is_of_code=True) from error
+            if task.values.done():  # it succeeded before
+                raise LossError(f"{call.name} failed when it was replayed: {error!r}", is_of_code=True) from error
             self._forget(task)
             task.fail(error)
             return
@@ -209,7 +209,7 @@ class WorkerGroup:
                 group=self.spec.name,
                 begin=begin,
                 end=time.time(),
-                moved_mib=sum(one.num_bytes for one in outcomes) / 2**20,
+                moved_mib=sum(outcome.num_bytes for outcome in outcomes) / 2**20,
                 attempt=task.num_attempts,
                 machines=world.machines,
             )
@@ -221,7 +221,7 @@ class WorkerGroup:
         task.succeed(outcomes, made)
 
     def _inputs(self, call: Call) -> tuple[tuple[Mapping[str, str], ...], list[list[Any]]]:
-        """Wait for the inputs of a call; return the keys of the pieces of a part, and the references of each part."""
+        """Wait for the inputs of a call; return the keys of a part's pieces and the references of each part."""
         batch = call.batch or RemoteBatch([])
         awaited = {*call.after, *(column.pieces for column in batch.values())}
         with CHANGED:
@@ -240,20 +240,20 @@ class WorkerGroup:
     # Snapshots
 
     def _take_snapshot(self, task: Task, world: World) -> None:
-        """Let the ranks take one, before the next call; it comes here while they go on.
+        """Take a snapshot on every rank; copy it to this node in the background.
 
-        Price: each rank copies its shards to memory at the start of a step, when the group mostly waits for rollouts,
-        and this node holds one snapshot of every trained role, 12 bytes per parameter, two while the next one comes.
+        Cost: each rank copies its shards to memory at the start of a step, when the group mostly waits for rollouts,
+        and this node holds one snapshot of every trained role, 12 bytes per parameter, and two during the copy.
         """
         task.is_done = True
         references = world.snapshot()
         Thread(target=self._keep, args=(references, task, world), name="arealite-snapshot", daemon=True).start()
 
     def _keep(self, references: list[Any], task: Task, world: World) -> None:
-        """Hold a snapshot on this node too, as it would die with its rank's; forget the calls of earlier steps."""
+        """Keep a copy of the snapshot on this node, which survives its ranks, and forget the calls of earlier steps."""
         try:
             values = ray.get(references, timeout=self.spec.call_timeout_s)
-        except Exception as error:  # also one of unpickling: without snapshots the calls of every step would be kept
+        except Exception as error:  # unpickling too: without snapshots the calls of all steps would be kept
             with CHANGED:
                 if self._world is world and self._error is None:
                     self._loss = LossError(f"a rank took no snapshot: {last_line(error)}")
@@ -263,15 +263,15 @@ class WorkerGroup:
             if self._world is world and task in self._tasks:
                 earlier = self._tasks[: self._tasks.index(task)]
                 del self._tasks[: len(earlier) + 1]
-                self._lasting += [one for one in earlier if one.call.redo == "always"]
+                self._lasting += [done for done in earlier if done.call.redo == "always"]
                 self._snapshots = references, values
 
     # Losses
 
     def _form_world(self) -> None:
-        """Start workers that are where those of the last snapshot were."""
+        """Start workers and restore the last snapshot."""
         with CHANGED:
-            if self._error is not None:  # who closes the group ends the workers that there are
+            if self._error is not None:  # closing the group has stopped the workers
                 raise self._error
             self._world = World(self.spec, self._placement)
         self._world.meet()
@@ -281,7 +281,7 @@ class WorkerGroup:
             self._world.restore(self._snapshots[0])
 
     def _make_again(self, pieces: Pieces) -> None:
-        """Go back to the start of the step, where these pieces of it were on a node that died."""
+        """Replay the step, because these pieces were on a node that died."""
         with CHANGED:
             maker = next((task for task in self._tasks if task.pieces is pieces), None)
             if maker is None:
@@ -292,7 +292,7 @@ class WorkerGroup:
             CHANGED.notify_all()
 
     def _judge(self, loss: LossError) -> None:
-        """Report a loss; raise the error that ends the run if new workers would not help."""
+        """Report a loss, or raise the error that ends the run if new workers would not help."""
         with CHANGED:
             is_known = loss.is_of_code and str(loss) in self._errors
             self._errors.add(str(loss))
@@ -301,21 +301,21 @@ class WorkerGroup:
                 spent = f"after {self.spec.max_restarts} restarts since the last checkpoint (workers.restarts)"
                 raise self._final(loss, "a second time" if is_known else spent) from loss.__cause__
         text = (
-            f"group {self.spec.name} is started again ({self._num_restarts} of {self.spec.max_restarts} restarts) and "
-            f"does {sum(task.num_attempts > 0 for task in self._tasks)} calls of step {self.step} again: {loss}"
+            f"group {self.spec.name} is restarted ({self._num_restarts} of {self.spec.max_restarts} restarts) and "
+            f"replays {sum(task.num_attempts > 0 for task in self._tasks)} calls of step {self.step}: {loss}"
         )
         logger.warning("%s", text)
         self._note_incident(text)
 
     def _lose(self, loss: LossError) -> None:
-        """End what is left of the workers, and note that nothing of the step is done."""
+        """Stop the remaining workers and mark every task of the step as pending."""
         with CHANGED:
             self._loss, world, self._world = None, self._world, None
             cut_off = [task for task in self._tasks if task.call.redo == "never" and task.num_attempts]
             self._tasks = [task for task in self._tasks if task not in cut_off]
             for task in self._tasks:
                 task.is_done = False
-        for task in cut_off:  # before the workers end, so that who was at the other end learns the cause
+        for task in cut_off:  # before the workers stop, so that the peer sees the cause, not a reset connection
             task.fail(_agreed(GroupLostError(f"{task.call.name} must not lose its workers: {loss}")))
         if world is not None:
             world.kill()
@@ -328,6 +328,6 @@ class WorkerGroup:
 
 
 def _agreed(error: GroupLostError) -> GroupLostError:
-    """Return an error that the one rank of the master raises."""
+    """Mark an error as raised on every rank: the master has only one."""
     vars(error)["is_agreed"] = True
     return error

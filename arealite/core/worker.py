@@ -1,4 +1,4 @@
-"""One rank of a group: a Ray actor that holds an engine for each role of its group and runs what it is told."""
+"""A rank of a group: a Ray actor that holds an engine for each role of its group and runs calls on them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ Run = str | Callable[..., Any]
 
 
 Redo = Literal["never", "until_done", "in_step", "always"]
-"""When workers that replace lost ones do a call: never (its caller gets an error), while it has not ended (it changes
-nothing), until its step is over, or always (it makes the engine what it is)."""
+"""Replay of a call by new workers: never (the caller gets an error), until it is done (it changes nothing), within its
+step, or always (it sets up the engine)."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """What a group is told to do."""
+    """A function call for all ranks of a group."""
 
     name: str
     role: str
@@ -42,22 +42,22 @@ class Call:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     batch: RemoteBatch | None = None
-    output: str | None = None  # name of the tensor that it returns; one that ends in `?` may be absent
-    after: Sequence[Pieces] = ()  # of calls that must have ended before it starts
+    output: str | None = None  # name of the returned tensor; optional if it ends in `?`
+    after: Sequence[Pieces] = ()  # pieces of calls that must end before it starts
     redo: Redo = "in_step"
-    timeout_s: float | None = None  # None is that of the group
-    life: int | None = None  # `num_respawns` of the group when its arguments were made, if only those workers can do it
-    layout: tuple[Mapping[str, str], ...] = ()  # of a part: keys of each piece by their names in the batch
-    makes: bool = False  # whether `run` takes nothing and returns the role's engine
+    timeout_s: float | None = None  # None is the group's
+    life: int | None = None  # required `num_respawns` of the group, for a call that only those workers can run
+    layout: tuple[Mapping[str, str], ...] = ()  # names in the batch to keys, for each piece of a part
+    makes: bool = False  # `run` takes nothing and returns the role's engine
 
     def for_ranks(self, layout: Sequence[Mapping[str, str]]) -> Call:
-        """Return what each rank needs; the pieces of its parts follow as arguments, part after part."""
+        """Return the call as it is sent to each rank; pieces of its parts are separate arguments, part after part."""
         return replace(self, batch=None, after=(), layout=tuple(layout))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a call on one rank: its plain value, or its error; names of the columns that it made."""
+    """Result of a call on one rank: the value or the error, and the names of the columns that it made."""
 
     value: Any = None
     made: tuple[str, ...] = ()
@@ -65,12 +65,12 @@ class Outcome:
     error: BaseException | None = None
     is_agreed: bool = False
     trace: str = ""
-    """Lines of the user's that the error has passed."""
+    """Lines of the user's code in the error's traceback."""
 
 
 @dataclass(frozen=True, eq=False)
 class GroupSpec(Group):
-    """What a group is made of."""
+    """Resources and settings of a group."""
 
     cpus: float  # of each worker, as Ray counts them
     memory: int  # bytes
@@ -98,23 +98,23 @@ class Worker:
         heartbeat.start(f"{spec.name}-{rank}")
 
     def address(self, toward: str) -> tuple[str, str, int]:
-        """Return this node's name, the address by which `toward` reaches it and a port that is free there."""
+        """Return this node's name, its address as seen from `toward`, and a free port."""
         self._holder = hold_port("0.0.0.0")  # until rank 0 of the group listens on it
         return os.uname().nodename, host_ip(toward), port_of(self._holder)
 
     def meet(self, environment: Mapping[str, str]) -> None:
-        """Take the place of a rank in the group's world, with the variables that torchrun sets."""
-        for name in [one for one in os.environ if one.startswith("TORCHELASTIC")]:
-            del os.environ[name]  # with its store nobody would host the group's
+        """Become a rank of the group's world: set the variables that torchrun sets."""
+        for name in [name for name in os.environ if name.startswith("TORCHELASTIC")]:
+            del os.environ[name]  # torch would expect torchrun to host the group's store
         os.environ.update(environment)
         self._holder.close()
 
-    def call(self, told: bytes, num_parts: int, *pieces: Piece) -> Any:
-        """Do a pickled Call; return its pickled Outcome, and a piece of what it made for each part of the batch."""
+    def call(self, pickled: bytes, num_parts: int, *pieces: Piece) -> Any:
+        """Run a pickled Call; return its pickled Outcome, and a piece of its outputs for each part of the batch."""
         results: list[Piece] = [{}] * num_parts
         try:
-            outcome = self._do(pickle.loads(told), pieces, results)
-        except Exception as error:  # other ranks must not wait for this one in vain
+            outcome = self._do(pickle.loads(pickled), pieces, results)
+        except Exception as error:  # other ranks must not wait for this rank
             traceback.print_exc()
             where = [*users_code(error), f"  the whole traceback: {self._log}"]
             outcome = Outcome(error=portable(error), is_agreed=is_agreed(error), trace="\n".join(where))
@@ -123,7 +123,7 @@ class Worker:
         return [packed, *results] if results else packed
 
     def _do(self, call: Call, pieces: Sequence[Piece], results: list[Piece]) -> Outcome:
-        """Do a call, and set the piece of what it made of each part."""
+        """Run a call, and set `results` to the piece of its outputs for each part."""
         if call.makes:
             assert callable(call.run), call.run
             self._engines[call.role] = call.run()
@@ -131,7 +131,8 @@ class Worker:
         engine, name = self._engines[call.role], getattr(call.run, "__name__", call.run)
         run = getattr(engine, call.run) if isinstance(call.run, str) else functools.partial(call.run, engine)
         kwargs = {
-            key: self._engines[one.role] if isinstance(one, RoleName) else one for key, one in call.kwargs.items()
+            key: self._engines[value.role] if isinstance(value, RoleName) else value
+            for key, value in call.kwargs.items()
         }
         with trace.span(f"{call.role}.{name}"):
             if not call.layout:
@@ -154,56 +155,56 @@ class Worker:
                     f"{name} must return a tensor, {call.output}: got {kind}. Return it, or add it to the batch."
                 )
             made = tuple(key for key, tensor in batch.items() if not _is_as_before(tensor, *before.get(key, (None, 0))))
-            results[:] = [pack(one, made) for one in cut(batch, parts, made)] if made else results
+            results[:] = [pack(part, made) for part in cut(batch, parts, made)] if made else results
             sizes = [array.values.nbytes for piece in (*pieces, *results) for array in piece.values()]
             return Outcome(value, made, sum(sizes))
 
     def snapshot(self) -> dict[str, Any]:
-        """Return what each role that is trained needs to continue from here; others are read from their path again."""
-        return {role: one.snapshot() for role, one in self._engines.items() if hasattr(one, "optimizer")}
+        """Return the state of each trained role; other roles are loaded from their path again."""
+        return {role: engine.snapshot() for role, engine in self._engines.items() if hasattr(engine, "optimizer")}
 
     def restore(self, snapshots: Mapping[str, Any]) -> None:
-        """Continue from a snapshot; engines are made and initialized as those that it was taken of."""
+        """Restore a snapshot into engines that were initialized with the same config."""
         for role, snapshot in snapshots.items():
             self._engines[role].restore(snapshot)
 
 
 @dataclass(frozen=True)
 class RoleName:
-    """Stands, among the keyword arguments of a call, for the engine of another role of the group."""
+    """Placeholder for the engine of another role of the group in the keyword arguments of a call."""
 
     role: str
 
 
 def _is_as_before(tensor: torch.Tensor, known: torch.Tensor | None, version: int) -> bool:
-    """Tell whether a tensor is the known one, and nothing was written into it since its `_version`."""
+    """Return True if it is the same tensor and nothing was written into it since its `_version`."""
     return tensor is known and tensor._version == version
 
 
 def _pickled(outcome: Outcome) -> bytes:
-    """Return an outcome as the master reads it; a value that can't be pickled is the caller's mistake."""
+    """Pickle an outcome; a value that can't be pickled becomes the call's error."""
     try:
         return cloudpickle.dumps(outcome)
-    except Exception as error:  # whatever the value's class does
+    except Exception as error:  # a value's class may raise anything
         kind = type(outcome.value).__name__
         change = "Return a tensor, numbers or plain data."
-        told = f"a call must return what can be pickled: got {kind}, and {error}. {change}"
-        return cloudpickle.dumps(Outcome(error=TypeError(told)))
+        message = f"a call must return a value that can be pickled: got {kind}, and {error}. {change}"
+        return cloudpickle.dumps(Outcome(error=TypeError(message)))
 
 
 def portable(error: BaseException) -> BaseException:
-    """Return an error that the master can read."""
+    """Return the error if it can be pickled, else a RuntimeError with its text and notes."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever its class does
-        told = RuntimeError(f"{type(error).__name__}: {error}")
-        vars(told)["__notes__"] = getattr(error, "__notes__", [])
-        return told
+    except Exception:  # its class may raise anything
+        plain = RuntimeError(f"{type(error).__name__}: {error}")
+        vars(plain)["__notes__"] = getattr(error, "__notes__", [])
+        return plain
     return error
 
 
 def write_output_to(path: Path) -> None:
-    """Append what this process writes to a log beside those of other processes."""
+    """Append the output of this process to a log file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         for stream in (sys.stdout, sys.stderr):

@@ -109,7 +109,7 @@ def test_a_run_that_loses_workers_in_every_call_has_the_numbers_of_a_calm_one(
     assert differences(calm, shaken) == []
     assert_nothing_was_lost(tmp_path / "core" / "shaken", measured)
     logs = tmp_path / "core" / "shaken" / "logs"
-    incidents = [line for line in (logs / "trainer-0.log").read_text().splitlines() if " is started again (" in line]
+    incidents = [line for line in (logs / "trainer-0.log").read_text().splitlines() if " is restarted (" in line]
     measured(lost_groups=len(incidents), equal_versions=shaken["weights"].count("\n"))
     assert len(incidents) == len(FAULTS)
 

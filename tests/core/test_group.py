@@ -137,7 +137,7 @@ def test_what_is_done_again_gives_the_same_bits(
         "rank 1 failed alone in actor.add with ValueError: a rank fails",
     )
     for number, (text, why) in enumerate(zip(incidents, whys, strict=True), 1):
-        assert text.startswith(f"group actor is started again ({number} of 3 restarts) and ")
+        assert text.startswith(f"group actor is restarted ({number} of 3 restarts) and ")
         assert told.format(number, why) in text
     parts = [path.read_text().splitlines() for path in (tmp_path / "trace").glob("*.jsonl")]
     assert len(parts) == 2 + 2 * 4, "also of those that were killed"
@@ -170,7 +170,7 @@ def test_what_all_ranks_raise_is_the_callers_error_at_once(start: Start, inciden
 
 @pytest.mark.parametrize(
     ("make", "why"),
-    [(threading.Lock, "a call must return what can be pickled: got lock"), (Unreadable, "invalid literal for int()")],
+    [(threading.Lock, "a call must return a value that can be pickled: got lock"), (Unreadable, "invalid literal for int()")],
 )
 def test_a_result_that_can_not_be_passed_on_is_an_error_of_its_caller(
     start: Start, incidents: list[str], make: Callable[[], Any], why: str
