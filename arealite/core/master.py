@@ -1,7 +1,7 @@
-"""The master of a run: a loop over steps, in whose middle a declared graph runs on groups of workers.
+"""The master of a run: the training loop, whose step is a declared graph that runs on groups of workers.
 
-It is the loop of the example scripts with one rank, over the same parts; only who computes differs. Calls start when
-what they need is there and their workers are free.
+It mirrors the loop of the example scripts with one rank and the same parts; only the models run elsewhere. A call
+starts when its inputs exist and its workers are free.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _PAGE_S = 2.0  # between two versions of the page
 
 
 class Master:
-    """Runs a graph step after step. It refuses a config that does not fit the graph before anything starts."""
+    """Runs a graph step after step. A config that does not fit the graph is refused before anything starts."""
 
     def __init__(
         self, config: BaseExperimentConfig, graph: DataFlowGraph, make_workflow: MakeWorkflow | str | None = None
     ) -> None:
-        """`make_workflow` may be the name of an agent: one of `register_agent`, `module:CLASS` or `FILE.py:CLASS`."""
+        """`make_workflow` may name an agent: a name of `register_agent`, `module:CLASS` or `FILE.py:CLASS`."""
         graph.check(config)
         self.config, self.graph = config, graph
         if isinstance(make_workflow, str):
@@ -47,8 +47,8 @@ class Master:
         self.progress = Progress(graph)
 
     def run(self) -> None:
-        """Train to the end, from the checkpoint of an interrupted run if there is one."""
-        with ExitStack() as cleanup:  # ends what was started, also after an error
+        """Train to the end, resuming from the checkpoint of an interrupted run."""
+        with ExitStack() as cleanup:  # stops everything, also after an error
             self._train(cleanup)
 
     def _train(self, cleanup: ExitStack) -> None:
@@ -104,7 +104,7 @@ class Master:
         stats.close()
 
     def _make_engines(self, cleanup: ExitStack, ft_spec: FinetuneSpec) -> dict[str, Any]:
-        """Load every role's model; the published one first, as a reference may be it without its adapters."""
+        """Load every role's model, the published role first: a LoRA reference shares its weights."""
         engines: dict[str, Any] = {}
         for role in sorted(self.graph.engines, key=lambda role: role != self.graph.publishes):
             engine = engines[role] = self.workers.engine(role, self.graph.engines[role], getattr(self.config, role))
@@ -115,9 +115,9 @@ class Master:
     # A step
 
     def run_graph(self, batch: RemoteBatch) -> dict[str, float]:
-        """Run all calls of the graph on a batch and return their metrics, and those of the workflow.
+        """Run all calls of the graph on a batch and return their metrics and the workflow's.
 
-        A metric that several calls return bears the role in front, except the first one.
+        If several calls return the same metric, all but the first get the role as prefix.
         """
         calls = [call for call in self.graph.order() if not call.is_source]
         tasks: dict[str, Task] = {}
@@ -127,13 +127,14 @@ class Master:
         metrics: dict[str, float] = {}
         for call in calls:
             outcome = self.engines[call.role].wait(tasks[call.name])
-            call.outputs_among(outcome.made)  # refuses what was declared and not made
+            call.outputs_among(outcome.made)  # raises if a declared output is missing
             if isinstance(outcome.value, Mapping):
-                metrics |= {f"{call.role}/{key}" if key in metrics else key: one for key, one in outcome.value.items()}
+                own = outcome.value.items()
+                metrics |= {f"{call.role}/{key}" if key in metrics else key: value for key, value in own}
         return {**batch.metrics, **metrics}
 
     def _submit(self, call: ModelFunctionCall, batch: RemoteBatch, tasks: Mapping[str, Task]) -> Task:
-        """Let the workers of a call do it once its inputs are there, and give the batch its outputs."""
+        """Queue a call on its workers, and add its pending outputs to the batch."""
         assert call.run is not None, "only a source has no function"
         name = call.run.__name__
         run = name if getattr(self.graph.engines[call.role], name, None) is call.run else call.run
@@ -144,7 +145,7 @@ class Master:
             name=call.name,
             kwargs=call.kwargs,
             output=call.outputs[0] if len(call.outputs) == 1 else None,
-            after=[tasks[one].pieces for one in call.after],
+            after=[tasks[name].pieces for name in call.after],
         )
         for key in call.outputs:
             plain = key.removesuffix("?")
@@ -152,28 +153,31 @@ class Master:
         return task
 
     def _measure(self) -> dict[str, float]:
-        """Log the calls since the last time, and return what those of this step tell about the workers."""
+        """Log the finished calls, and return the metrics of the workers in this step."""
         records = self.workers.take_records()
-        for one in records:
-            self._log.append(one)
-        calls = [one for one in records if one.call in self.graph.named and one.step == self.progress.step]
+        for record in records:
+            self._log.append(record)
+        step, named_calls = self.progress.step, self.graph.named
+        calls = [record for record in records if record.call in named_calls and record.step == step]
         self.progress.calls, self._tasks = calls, {}
         if not calls:
             return self.workers.metrics()
         last = summary(calls, [group.spec.name for group in self.workers.groups])
-        seconds = {f"core/{one.call}_s": one.seconds for one in calls}
+        seconds = {f"core/{call.call}_s": call.seconds for call in calls}
         idle = {f"core/idle_{group}": share for group, share in last.idle.items()}
         of_all = {"core/overlap": last.overlap, "core/moved_mib": last.moved_mib}
         return seconds | idle | of_all | self.workers.metrics()
 
     @contextmanager
     def _page(self) -> Iterator[None]:
-        """Keep `graph.html` up to date from a thread of its own, while a run lasts."""
+        """Rewrite `graph.html` from a thread during a run."""
         progress, is_over = self.progress, threading.Event()
         progress.incidents = self.workers.incidents
 
         def write() -> None:
-            progress.states = {name: task.state for name, task in [*self._tasks.items()]}  # others are submitted
+            progress.states = {
+                name: task.state for name, task in [*self._tasks.items()]
+            }  # the loop adds tasks meanwhile
             progress.machines = {group.spec: group.machines for group in self.workers.groups}
             write_page(RunFolder(self.config), progress, now=time.time())
 

@@ -1,8 +1,8 @@
-"""The engine of a role as its master sees it: the methods of the real one, which a group of workers runs.
+"""The master's stub of an engine: its methods run on the workers of a group.
 
-A method that returns a tensor returns a pending `Column` at once, so that calls of several groups overlap; one that
-changes the batch or returns numbers waits for its end. A batch that lies in the master is scattered, and what is
-computed from it comes back as a tensor.
+A method that returns a tensor returns a pending `Column` at once, so that calls of several groups overlap; a method
+that changes the batch or returns numbers waits for the workers. A batch of the master is scattered first, and its
+results are fetched as tensors.
 """
 
 from __future__ import annotations
@@ -31,48 +31,48 @@ from arealite.utils.files import FileEntry
 from arealite.utils.network import hold_port, port_of
 from arealite.utils.threads import start_thread
 
-_LOOK_AGAIN_S = 0.5
-_UPLOAD_TIMEOUTS = 2  # of an update, in which the workers must have sent the weights: to meet servers, and to send
+_POLL_S = 0.5
+_UPLOAD_TIMEOUTS = 2  # timeouts of an update within which workers must send: one to meet the servers, one to send
 
 if TYPE_CHECKING:
     from arealite.core.workers import Workers
 
 
 class RemoteEngine:
-    """Stands for the engine of a role. `call` reaches every method that has no forwarder here."""
+    """Runs the methods of a role's engine on its group. `call` runs any method that has no stub here."""
 
     def __init__(self, workers: Workers, group: WorkerGroup, role: str, make: Callable[[], Any], config: Any) -> None:
         self.config = config
         self.role, self.group = role, group
         self._workers = workers
         self._version = 0
-        self._life: int | None = None  # of the group, when it told its broadcast group
+        self._life: int | None = None  # `num_respawns` of the group when it returned its broadcast group
         self.wait(group.add(role, make))
 
     # Life
 
     def initialize(self, addr: str | None, ft_spec: FinetuneSpec | None, *, policy: RemoteEngine | None = None) -> None:
-        """Load the model on every worker; a reference without weights of its own needs its policy in its group."""
+        """Load the model on every worker; a reference that shares its policy's weights must be in the same group."""
         is_beside = policy is not None and policy.group is self.group
         kwargs: dict[str, Any] = {"policy": RoleName(policy.role)} if is_beside and policy is not None else {}
         self._value("initialize", addr, ft_spec, redo="always", **kwargs)
         self.model_config = self._value("model_config")
 
     def destroy(self) -> None:
-        """Free the model on every worker; after an error not, as the workers end and another call may hang on them."""
+        """Free the model on every worker; after an error do nothing, as workers stop and a call could hang."""
         if sys.exc_info()[0] is not None:
             return
-        with contextlib.suppress(GroupLostError):  # nothing is left to free
+        with contextlib.suppress(GroupLostError):  # its memory is free already
             self._value("destroy", redo="never")
 
     @property
     def parallelism_group(self) -> dist.ProcessGroup | None:
-        """The master's own group, of one rank: statistics of the workers are reduced when they come here."""
+        """The master's own group of one rank: workers return reduced statistics."""
         return dist.group.WORLD
 
     @property
     def num_changes(self) -> int:
-        """How often the weights have changed."""
+        """The number of changes of the weights."""
         return int(self._value("num_changes"))
 
     @property
@@ -100,15 +100,15 @@ class RemoteEngine:
     # Checkpoints, as `CheckpointedEngine` has them
 
     def keep_rng(self) -> None:
-        """Note the random generators of every worker."""
+        """Keep the states of the random generators of every worker."""
         self._value("keep_rng", redo="in_step")
 
     def keep_state(self) -> None:
-        """Copy the shards of every worker to its memory."""
+        """Copy the shards of every worker to host memory."""
         self._value("keep_state", redo="in_step")
 
     def write_state(self, folder: str) -> dict[str, FileEntry]:
-        """Let workers write what they kept, beside later calls, and wait for it (in a thread of the master)."""
+        """Write the kept state on the workers, in parallel to later calls, and wait (in a thread of the master)."""
         self._value(_begin_to_write, folder)
         deadline = time.monotonic() + WRITE_TIMEOUT_S
         while (written := self._value(_written)) is None:
@@ -117,17 +117,17 @@ class RemoteEngine:
                     f"the workers of {self.role} must write {folder} within {WRITE_TIMEOUT_S:g} s: they did not. Look "
                     "at their logs, and at the disk."
                 )
-            time.sleep(_LOOK_AGAIN_S)
+            time.sleep(_POLL_S)
         if isinstance(written, Exception):
             raise written
         return written
 
     def note_checkpoint(self) -> None:
-        """Count the restarts of the workers from here on: the run would resume no earlier than this."""
+        """Reset the count of the group's restarts: the run would resume from this checkpoint."""
         self.group.note_checkpoint()
 
     def read_state(self, folder: str) -> None:
-        """Continue from what workers, or ranks of a script, wrote."""
+        """Restore a state that workers, or ranks of a script, wrote."""
         self._value("read_state", folder, redo="in_step")
         self._version = self._value("get_version")
 
@@ -142,10 +142,10 @@ class RemoteEngine:
         keys: Sequence[str] = (),
         **kw: Any,
     ) -> Any:
-        """Run a method of the engine, by name, or a function `f(engine, batch, **kw)` on a batch and wait for its end.
+        """Run a method of the engine (by name) or a function `f(engine, batch, **kw)` on a batch.
 
-        Returns the value of rank 0; a tensor comes as a column if `output` gives it a name, and then the call is
-        pending. What the call adds to the batch is added here as well. `keys` are what it sees, by default all.
+        Waits for the value of rank 0 and adds new columns of the batch here too. With `output`, the name of a returned
+        tensor, it returns a pending column instead. `keys` are the columns that the call sees, by default all.
         """
         home = self._workers.scatter(batch) if isinstance(batch, TensorDict) else batch
         task = self.submit(run, home, keys, args=args, kwargs=kw, output=output or None)
@@ -162,10 +162,10 @@ class RemoteEngine:
     def submit(
         self, run: Run, batch: RemoteBatch | None = None, keys: Sequence[str] = (), *, name: str = "", **more: Any
     ) -> Task:
-        """Let the workers run something when it is its turn, on a batch or on none; return at once.
+        """Queue a call on the workers, with or without a batch; return at once.
 
-        Of the batch they get `keys` (by default all) and `attention_mask`, without which the rest can't be unpacked;
-        `more` are other fields of a Call.
+        Workers get `keys` of the batch (by default all) and `attention_mask`, which unpacking needs. `more` are other
+        fields of a Call.
         """
         if batch is not None:
             more["batch"] = batch.select(keys)
@@ -173,7 +173,7 @@ class RemoteEngine:
         return self.group.submit(Call(name, self.role, run, **more))
 
     def wait(self, task: Task) -> Outcome:
-        """Wait for the end of a call, and return what became of it on rank 0."""
+        """Wait for a call and return the outcome of rank 0."""
         with heartbeat.waiting(f"{task.call.name} on the workers of group {self.group.spec.name}", on="ranks"):
             outcome = task.values.result()[0]  # the group has deadlines
         heartbeat.tick()
@@ -186,7 +186,7 @@ class RemoteEngine:
     compute_logp = compute_logprobs
 
     def compute_values(self, batch: RemoteBatch) -> Column:
-        """Return the pending values of every token, of a critic."""
+        """Return the pending values of every token (critic)."""
         return self.call("compute_values", batch, output="values", keys=TOKENS[:2])
 
     def compute_advantages(self, batch: RemoteBatch) -> None:
@@ -198,11 +198,11 @@ class RemoteEngine:
         return self.call("ppo_update", batch)
 
     def describe(self, batch: RemoteBatch) -> dict[str, float]:
-        """Return the metrics of the batch itself."""
+        """Return the metrics of the batch."""
         return self.call("describe", batch)
 
     def updates_of(self, batch: RemoteBatch) -> list[Update]:
-        """Return what each worker computed per token of the batch that it was trained on last."""
+        """Return the per-token numbers of each worker for the batch of the last update."""
         task = self.submit(update_of, batch, KEYS, redo="until_done")
         self.wait(task)
         return [outcome.value for outcome in task.values.result() if outcome.value is not None]
@@ -219,24 +219,24 @@ class RemoteEngine:
 
     @property
     def frozen_weights(self) -> FrozenWeights | None:
-        """What training never changes, with LoRA."""
+        """The weights that training never changes, with LoRA."""
         return self._value("frozen_weights")
 
     def meeting_point(self, toward: str) -> tuple[str, int, bool]:
-        """Return where rank 0 of the group will listen for servers on a host, and whether it has a GPU."""
+        """Return the address and port where rank 0 will listen for servers on `toward`, and True for a GPU."""
         return self._value(_meeting_point, toward)
 
     @property
     def transfer_group(self) -> str:
-        """The broadcast group in which workers send weights; new ones are in none."""
+        """The broadcast group in which workers send weights; new workers have none."""
         group = str(self._value("transfer_group"))
         self._life = self.group.num_respawns
         return group
 
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
-        """Send the weights from the workers, and wait until the last tensor was sent.
+        """Send the weights from the workers, and wait until the last tensor is sent.
 
-        Raises GroupLostError if workers were lost since `transfer_group` was asked for: the servers must begin again.
+        Raises GroupLostError if workers were lost since `transfer_group` was read: the servers must restart the update.
         """
         try:
             timeout_s = min(_UPLOAD_TIMEOUTS * meta.timeout_s, self.group.spec.call_timeout_s)
@@ -258,20 +258,22 @@ def _begin_to_write(engine: Any, folder: str) -> None:
 
 
 def _written(engine: Any) -> Any:
-    """Return the files, or the error, of a write that has ended."""
+    """Return the files or the error of a finished write, None while it runs."""
     if not hasattr(engine, "written"):
-        return GroupLostError("a checkpoint must not lose its workers: others replaced them. The next one is whole.")
+        return GroupLostError(
+            "a checkpoint must keep its workers: they were replaced. The next checkpoint will be complete."
+        )
     return (engine.written.exception() or engine.written.result()) if engine.written.done() else None
 
 
 def _meeting_point(engine: Any, toward: str) -> tuple[str, int, bool]:
-    """Hold a port of this node, until the next one, for a sender that reaches the host `toward` from its address."""
+    """Hold a port at the address of this node that `toward` can reach, until the next call."""
     address = meeting_address(toward)
-    engine.held_port = hold_port(address)  # the last one closes with its last reference
+    engine.held_port = hold_port(address)  # this closes the previous port
     return address, port_of(engine.held_port), torch.cuda.is_available()
 
 
 def _upload(engine: Any, meta: WeightUpdateMeta) -> dict[str, str]:
-    """Send the weights and return what rank 0 has found out about them."""
+    """Send the weights and return the fingerprints that rank 0 computed."""
     engine.upload_weights(meta)
     return meta.fingerprints

@@ -1,4 +1,4 @@
-"""The workers of a run: groups on Ray, the engines of their roles, and the way of batches there and back."""
+"""The workers of a run: groups on Ray, engine stubs per role, and the transfer of batches."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ E = TypeVar("E")
 
 _ROW = "row_of_the_whole_batch"
 _NUM_RECORDS = 10_000
-_MAX_BATCHES = 16  # between two snapshots, as a group keeps the pieces of all calls that it may have to do again
+_MAX_BATCHES = 16  # between two snapshots: a group keeps the pieces of all calls that it may replay
 
 
 class Workers:
-    """Starts and ends groups of workers. Use it as a context; the process becomes a master with one rank."""
+    """Starts and stops groups of workers. Use it as a context; the process becomes a master with one rank."""
 
     def __init__(self, config: BaseExperimentConfig, *, is_declared: bool = False) -> None:
-        """`is_declared` tells whether the loop is that of a declared graph."""
+        """With `is_declared` the loop runs a declared graph."""
         check_workers(config.workers)
         if (num_ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
             raise ConfigError(
@@ -67,10 +67,10 @@ class Workers:
             )
         self._layout = make_layout(config)
         self._groups: dict[str, WorkerGroup] = {}  # by name
-        self._step, self._num_batches = 0, 0  # of the run; scattered since the last snapshot
+        self._step, self._num_batches = 0, 0  # step of the run; batches scattered since the last snapshot
         self._own_ray = ExitStack()
         self.incidents: list[Incident] = []  # groups that lost their workers
-        self._records: deque[CallRecord] = deque(maxlen=_NUM_RECORDS)  # of calls that have ended
+        self._records: deque[CallRecord] = deque(maxlen=_NUM_RECORDS)  # finished calls
 
     def __enter__(self) -> Self:
         handler = signal.getsignal(signal.SIGTERM)
@@ -79,8 +79,8 @@ class Workers:
         else:
             num_gpus = sum(group.num_gpus for group in self._layout)
             self._own_ray.enter_context(own_ray(RunFolder(self._config), num_gpus))
-        self._env = forwarded_environment()  # before the master chooses its own network interface, which is loopback
-        signal.signal(signal.SIGTERM, handler)  # Ray's own aborts
+        self._env = forwarded_environment()  # before the master selects its network interface, loopback
+        signal.signal(signal.SIGTERM, handler)  # Ray's handler aborts
         join_default_group(COLLECTIVE_TIMEOUT_S)
         return self
 
@@ -96,10 +96,10 @@ class Workers:
         return list(self._groups.values())
 
     def engine(self, role: str, engine_class: Callable[..., E], config: Any, **options: Any) -> E:
-        """Return what stands for an engine of this class, whose methods the workers of the role run."""
-        group = next((one for one in self._layout if role in one.roles), None)
+        """Return a stub of an engine of this class, whose methods run on the workers of the role."""
+        group = next((group for group in self._layout if role in group.roles), None)
         if group is None:
-            known = listed(name for one in self._layout for name in one.roles)
+            known = listed(name for group in self._layout for name in group.roles)
             change = f"Correct its name, or add a block {role} to the config."
             raise ConfigError(f"the role of an engine must be one of the experiment, {known}: got {role}. {change}")
         if group.name not in self._groups:
@@ -124,11 +124,11 @@ class Workers:
     def rollouts(
         self, make_workflow: Callable[[], RolloutWorkflow], should_accept: ShouldAccept | None
     ) -> RolloutWorkers | None:
-        """Return what runs episodes with this workflow on `workers.rollout.num` processes; None if that is 0."""
+        """Start `workers.rollout.num` processes that run episodes of this workflow; None if the number is 0."""
         if self._limits.rollout.num == 0:
             return None
         assert self._config.rollout is not None, "episodes have a block"
-        path = os.pathsep.join(filter(None, sys.path))  # with rewards' files
+        path = os.pathsep.join(filter(None, sys.path))  # includes the files of rewards
         spec = RolloutSpec(
             num=self._limits.rollout.num,
             config=self._config.rollout,
@@ -141,11 +141,11 @@ class Workers:
         return RolloutWorkers(spec, self._note_incident)
 
     def take_records(self) -> list[CallRecord]:
-        """Return the records of calls that have ended since the last time."""
+        """Return and clear the records of finished calls."""
         return [self._records.popleft() for _ in range(len(self._records))]
 
     def note_step(self, step: int) -> None:
-        """Begin a step, to whose start a group goes back if it loses its workers."""
+        """Begin a step: every group takes a snapshot, from which it replays after a loss."""
         self._step, self._num_batches = step, 0
         for group in self.groups:
             group.begin_step(step)
@@ -154,7 +154,7 @@ class Workers:
         self.incidents.append(Incident(time.time(), text))
 
     def metrics(self) -> dict[str, float]:
-        """Return how many workers have replaced lost ones so far, and how many calls were done again."""
+        """Return the numbers of replaced workers and of replayed calls so far."""
         return {
             "core/respawns": float(sum(group.num_respawns for group in self.groups)),
             "core/replayed_calls": float(sum(group.num_replayed for group in self.groups)),
@@ -164,14 +164,14 @@ class Workers:
 
     @property
     def num_parts(self) -> int:
-        """Parts of a batch: the ranks of the largest group, also of one that no engine has started so far."""
+        """Parts of a batch: the ranks of the largest group, started or not."""
         return max(group.num_ranks for group in self._layout)
 
     def scatter(self, batch: TensorDict) -> RemoteBatch:
-        """Put a batch into the object store, cut into a part for each rank of the largest group.
+        """Put a batch into the object store, split into a part for each rank of the largest group.
 
-        Every part is two pieces: what tokens are, and the rest, which few calls need. After many batches of a step the
-        groups take a snapshot, to which they then go back, as what was done before it would fill the store.
+        Every part has two pieces: token inputs, and the rest, which few calls need. After many batches in a step the
+        groups take another snapshot, because the pieces of replayable calls would fill the store.
         """
         if self._num_batches == _MAX_BATCHES:
             self.note_step(self._step)
@@ -185,7 +185,7 @@ class Workers:
             order = split_rows(unit_lengths(batch["attention_mask"]), self.num_parts)
         parts = [trimmed_rows(batch, rows) for rows in order]
         widest = max(range(len(parts)), key=lambda part: parts[part]["attention_mask"].shape[1])
-        parts[widest] = batch[order[widest]] if len(order) > 1 else batch  # what is fetched is as wide as the batch
+        parts[widest] = batch[order[widest]] if len(order) > 1 else batch  # fetched tensors are as wide as the batch
         remote = RemoteBatch(order)
         tokens = [key for key in TOKENS if key in batch]
         for keys in (tokens, [key for key in sorted(batch.keys()) if key not in tokens]):
@@ -195,7 +195,7 @@ class Workers:
         return remote
 
     def fetch(self, column: Column, batch: RemoteBatch) -> torch.Tensor:
-        """Return a column as a tensor of the whole batch, its rows where they were before it was scattered."""
+        """Return a column as a tensor of the whole batch, with rows in the order before scattering."""
         columns = batch.select([column.key])
         columns[column.key] = column
         layout = columns.layout()
@@ -205,7 +205,7 @@ class Workers:
 
 
 def _fetched(pieces: Pieces) -> list[Any]:
-    """Return the pieces themselves; those that were on a node that died are made again."""
+    """Return the pieces; those lost with a node are recomputed."""
     while True:
         references = pieces.result()
         try:

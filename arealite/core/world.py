@@ -1,8 +1,8 @@
-"""The processes of a group: Ray actors in a placement group, each one rank of a torch.distributed world.
+"""The processes of a group: Ray actors in a placement group, each a rank of a torch.distributed world.
 
-A world is never repaired: once a rank has died, failed alone or not answered in time, what the others hold is worth
-nothing, as they wait in a collective or have half of an update. `LossError` says so; the group then forms another
-world in the same placement group, whose bundles Ray moves when a node dies.
+A world is never repaired: once a rank has died, failed alone or timed out, the state of the others is useless, as they
+block in a collective or have half of an update. Methods then raise `LossError`, and the group forms a new world in the
+same placement group, whose bundles Ray moves when a node dies.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from arealite.utils import heartbeat
 
 logger = logging.getLogger("arealite.core")
 
-PLACE_S = 600.0  # for Ray to find room for a group, and for its processes to start
-_LAST_WORD_S = 30.0  # in which the other ranks of a call report an error on which they agree
-_LOOK_S = 0.5  # between looks at the ranks that are left when one has ended
+PLACE_S = 600.0  # timeout for Ray to place a group and to start its processes
+_AGREE_S = 30.0  # in which the other ranks of a call must report the same error
+_POLL_S = 0.5  # between looks at the remaining ranks once the first has ended
 _DEATH_S = 15.0  # in which Ray, on a busy node, notices the death that made another rank fail
-_AT_START = ("OMP_NUM_THREADS", "PYTHON", "PYTORCH", "TORCH")  # begin variables that a process must start with
+_AT_START = ("OMP_NUM_THREADS", "PYTHON", "PYTORCH", "TORCH")  # prefixes of variables read at process start
 
 
 class LossError(Exception):
-    """Why a world is lost; `lost_piece` is Ray's name of an input that was on a dead node.
+    """The cause of a world's loss; `lost_piece` is Ray's name of an input that was on a dead node.
 
-    `is_of_code` tells whether the same text twice means the same error, other than for a process that was killed.
+    With `is_of_code`, a second loss with the same text is the same error; a killed process may fail twice by chance.
     """
 
     def __init__(self, what: str, *, rank: int = 0, is_of_code: bool = False, lost_piece: str | None = None) -> None:
@@ -46,7 +46,7 @@ class LossError(Exception):
 
 
 def place(spec: GroupSpec) -> Any:
-    """Return a placement group with a bundle for each worker; GroupLostError if Ray has no room for it."""
+    """Return a placement group with a bundle per worker; GroupLostError if Ray can't place it."""
     placement = placement_group([_bundle(spec)] * spec.num_ranks, strategy=spec.strategy)
     with heartbeat.waiting(f"Ray to place {spec.num_ranks} workers of group {spec.name}", on="ranks"):
         if not placement.wait(PLACE_S):
@@ -65,20 +65,20 @@ def _bundle(spec: GroupSpec) -> dict[str, float]:
 
 
 def actor_of(kind: type, env: Mapping[str, str], **options: Any) -> Any:
-    """Return a class of actors that Ray never starts again, and that set variables themselves, but for some of them.
+    """Return an actor class that Ray never restarts, and that starts with few environment variables.
 
-    Ray writes those that they start with to its logs, where secrets must not be.
+    Actors set the others themselves: Ray logs the variables of a process start, and logs must not contain secrets.
     """
     at_start = {"env_vars": {name: value for name, value in env.items() if name.startswith(_AT_START)}}
     return ray.remote(kind).options(max_restarts=0, max_task_retries=0, runtime_env=at_start, **options)
 
 
 class World:
-    """The actors of one life of a group. Its methods raise LossError once it is lost."""
+    """The actors of a group between two losses. Its methods raise LossError once it is lost."""
 
     def __init__(self, spec: GroupSpec, placement: Any) -> None:
         self.spec = spec
-        self.machines: tuple[str, ...] = ()  # of the ranks, each once
+        self.machines: tuple[str, ...] = ()  # nodes of the ranks, without duplicates
         self._actors = [self._spawn(rank, placement) for rank in range(spec.num_ranks)]
 
     def _spawn(self, rank: int, placement: Any) -> Any:
@@ -94,7 +94,7 @@ class World:
         return actor.remote(spec, rank)
 
     def meet(self) -> None:
-        """Let the workers take the places of ranks."""
+        """Form the torch.distributed world."""
         spec, own = self.spec, ray.util.get_node_ip_address()
         addresses = self._get([actor.address.remote(own) for actor in self._actors], "starting")
         self.machines = tuple(dict.fromkeys(name for name, _, _ in addresses))
@@ -117,24 +117,24 @@ class World:
         return [actor.snapshot.remote() for actor in self._actors]
 
     def restore(self, snapshots: Sequence[Any]) -> None:
-        """Let the ranks continue from snapshots."""
-        restoring = [actor.restore.remote(one) for actor, one in zip(self._actors, snapshots, strict=True)]
+        """Restore a snapshot on each rank."""
+        restoring = [actor.restore.remote(own) for actor, own in zip(self._actors, snapshots, strict=True)]
         self._get(restoring, "restoring a snapshot")
 
     def kill(self) -> None:
-        """End the workers."""
+        """Kill the workers."""
         for actor in self._actors:
             ray.kill(actor)
 
     def run(
         self, call: Call, layout: Sequence[Mapping[str, str]], references: Sequence[Sequence[Any]]
     ) -> tuple[list[Outcome], list[Any]]:
-        """Run a call on every rank; return the outcomes, and a reference to what it made of each part.
+        """Run a call on every rank; return the outcomes, and a reference to its outputs for each part.
 
-        `layout` has the keys of the pieces of a part, `references` the pieces of each part. An error on which all ranks
-        agree is raised as it is.
+        `layout` has the keys of a part's pieces, `references` the pieces of each part. An error that all ranks raise is
+        raised unchanged.
         """
-        told = cloudpickle.dumps(call.for_ranks(layout))
+        pickled = cloudpickle.dumps(call.for_ranks(layout))
         num_parts = 0 if call.batch is None else call.batch.num_parts
         owners = [part * self.spec.num_ranks // num_parts for part in range(num_parts)]
         first: list[Any] = []
@@ -142,41 +142,41 @@ class World:
         for rank, actor in enumerate(self._actors):
             own = [part for part, owner in enumerate(owners) if owner == rank]
             pieces = itertools.chain.from_iterable(references[part] for part in own)
-            answer = actor.call.options(num_returns=1 + len(own)).remote(told, len(own), *pieces)
-            answers = answer if own else [answer]
-            first.append(answers[0])
-            made += answers[1:]
+            replies = actor.call.options(num_returns=1 + len(own)).remote(pickled, len(own), *pieces)
+            outcome, *outputs = replies if own else [replies]
+            first.append(outcome)
+            made += outputs
         return self._outcomes(call, first), made
 
     def _outcomes(self, call: Call, references: Sequence[Any]) -> list[Outcome]:
-        """Wait for the outcomes of all ranks; a rank that fails alone leaves the others in a collective."""
+        """Wait for the outcomes of all ranks; if a rank fails alone, the others block in a collective."""
         timeout_s = self.spec.call_timeout_s if call.timeout_s is None else call.timeout_s
         deadline = time.monotonic() + timeout_s
         left, failed = list(references), None
         outcomes: dict[Any, Outcome] = {}
         while left:
-            # The others end when the first one does, or hang: to look at each alone would cost as much as the call.
-            num_awaited, look_s = (len(left), _LOOK_S) if outcomes else (1, timeout_s)
+            # The other ranks end with the first, or hang: polling each rank would cost as much as the call.
+            num_awaited, look_s = (len(left), _POLL_S) if outcomes else (1, timeout_s)
             patience_s = max(0.0, deadline - time.monotonic())
             done, left = ray.wait(left, num_returns=num_awaited, timeout=min(patience_s, look_s))
             if left and not done and time.monotonic() >= deadline:
                 if failed is not None:
                     break
-                late = [rank for rank, one in enumerate(references) if one in left]
+                late = [rank for rank, reference in enumerate(references) if reference in left]
                 what = f"rank {', '.join(map(str, late))} did not end {call.name} within {timeout_s:g} s"
                 raise LossError(what, rank=late[0], is_of_code=True)
-            for one in done:
-                rank = references.index(one)
-                outcomes[one] = self._outcome(call, rank, one)
-                if outcomes[one].error is not None and failed is None:
+            for reference in done:
+                rank = references.index(reference)
+                outcomes[reference] = self._outcome(call, rank, reference)
+                if outcomes[reference].error is not None and failed is None:
                     failed = rank
-                    patience_s = _LAST_WORD_S if outcomes[one].is_agreed else _DEATH_S
+                    patience_s = _AGREE_S if outcomes[reference].is_agreed else _DEATH_S
                     deadline = min(deadline, time.monotonic() + patience_s)
         if failed is not None:
-            kinds = {type(one.error) for one in outcomes.values()}
+            kinds = {type(outcome.error) for outcome in outcomes.values()}
             is_of_all = not left and (outcomes[references[failed]].is_agreed or len(kinds) == 1)
             raise self._failure(call, failed, outcomes[references[failed]], is_of_all=is_of_all)
-        return [outcomes[one] for one in references]
+        return [outcomes[reference] for reference in references]
 
     def _outcome(self, call: Call, rank: int, reference: Any) -> Outcome:
         try:
@@ -188,12 +188,12 @@ class World:
             raise LossError(f"rank {rank} died in {call.name}: {cause_of_death(error)}", rank=rank) from error
         try:
             outcome: Outcome = pickle.loads(packed)
-        except Exception as error:  # whatever the classes of its value do
+        except Exception as error:  # the classes of its value may raise anything
             return Outcome(error=error)
         return outcome
 
     def _failure(self, call: Call, rank: int, outcome: Outcome, *, is_of_all: bool) -> BaseException:
-        """Return the error of a call; one that not all ranks have raised is a loss."""
+        """Return the error of a call: a loss, unless all ranks have raised it."""
         error = outcome.error
         assert error is not None
         error.add_note(f"in {call.name} on a worker of group {self.spec.name}:\n{outcome.trace}")
@@ -206,7 +206,7 @@ class World:
         return loss
 
     def _get(self, references: Sequence[Any], doing: str) -> list[Any]:
-        """Return what every rank returns."""
+        """Return the result of every rank."""
         with heartbeat.waiting(f"the workers of group {self.spec.name}, {doing}", on="ranks"):
             try:
                 return list(ray.get(list(references), timeout=PLACE_S))

@@ -130,7 +130,7 @@ def test_what_is_done_again_gives_the_same_bits(
     attempts = [(one.step, one.attempt) for one in records if one.call == "actor.add"]
     assert attempts == [pair for step in (1, 2, 3) for pair in ((step, 1), (step, 2), (step, 2))]
     assert (group.num_respawns, group.num_replayed) == (6, 12)  # the engine is made and initialized again as well
-    told = "does 2 calls of step {} again: {}"
+    told = "replays 2 calls of step {}: {}"
     whys = (
         "rank 1 died in actor.add: its worker process has died. Worker exit type: SYSTEM_ERROR",
         "rank 0, 1 did not end actor.add within 20 s",
@@ -170,7 +170,10 @@ def test_what_all_ranks_raise_is_the_callers_error_at_once(start: Start, inciden
 
 @pytest.mark.parametrize(
     ("make", "why"),
-    [(threading.Lock, "a call must return a value that can be pickled: got lock"), (Unreadable, "invalid literal for int()")],
+    [
+        (threading.Lock, "must return a value that can be pickled: got lock"),
+        (Unreadable, "invalid literal for int()"),
+    ],
 )
 def test_a_result_that_can_not_be_passed_on_is_an_error_of_its_caller(
     start: Start, incidents: list[str], make: Callable[[], Any], why: str
