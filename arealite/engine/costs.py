@@ -1,7 +1,7 @@
-"""What an update costs: FLOPs of the model, padding, waiting and memory, from numbers that the host knows anyway.
+"""The costs of an update: FLOPs of the model, padding, waiting and memory, without a sync of the device.
 
-The layers of all ranks run in step, as each gathers its weights from all of them, so a rank waits in every micro-batch
-until the rank with the most FLOPs is done. No clock tells that wait from the transfer without stopping the device.
+The layers of all ranks run in step, because each layer gathers its weights from all ranks: in every micro-batch a rank
+waits for the rank with the most FLOPs. To time that wait apart from the transfer would take a sync of the device.
 """
 
 import re
@@ -26,14 +26,14 @@ _PEAKS = {
     r"\bL40S\b": 362e12,
     r"\bL4\b": 121e12,
 }
-"""Dense FLOP/s in 16 bits of the data sheets, by the name of the device; the first that matches counts."""
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as configs of models call it
-_MOST = 4096  # micro-batches that are remembered, if nobody asks for them
+"""Dense 16-bit FLOP/s from the data sheets, by a pattern for the device's name; the first match counts."""
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names in model configs
+_NUM_KEPT = 4096  # micro-batches; a critic's costs are never taken
 _GIB = 2**30
 
 
 class UpdateCosts:
-    """The costs of one update after another of a rank."""
+    """Counts the costs of each update of a rank."""
 
     def __init__(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
         self._device, config = device, model.config.get_text_config()
@@ -48,29 +48,29 @@ class UpdateCosts:
 
     def _reset(self) -> None:
         self._began_s: float | None = None
-        self._flops: deque[float] = deque(maxlen=_MOST)  # of each micro-batch
+        self._flops: deque[float] = deque(maxlen=_NUM_KEPT)  # of each micro-batch
         self._num_tokens = self._num_positions = 0
 
     def flops(self, lengths: Sequence[int]) -> float:
-        """Return the FLOPs of forward and backward pass over sequences: 6 per parameter and token (4 if it is frozen),
-        and 12 per token, attended position and entry of all heads, as PaLM counts (arXiv:2204.02311, appendix B).
+        """Return the FLOPs of the forward and backward pass over sequences (PaLM, arXiv:2204.02311, appendix B).
 
-        What is recomputed counts once, and causal attention as if nothing were masked. Images count as their tokens.
+        A token has 6 FLOPs per parameter (4 per frozen parameter), and 12 per attended position and entry of all heads.
+        Recomputation counts once, causal attention counts as if nothing were masked, and images count as their tokens.
         """
         pairs = sum(length * min(length, window) for length in lengths for window in self._windows)
         return self.flops_per_token * sum(lengths) + 12 * self._width * pairs
 
     def add(self, lengths: Sequence[int], num_positions: int) -> None:
-        """Note a micro-batch with sequences of these lengths that is computed in so many positions."""
+        """Count a micro-batch: the lengths of its sequences, and its positions including padding."""
         self._began_s = self._began_s or time.monotonic()
         self._flops.append(self.flops(lengths))
         self._num_tokens += sum(lengths)
         self._num_positions += num_positions
 
     def take(self, group: dist.ProcessGroup | None) -> dict[str, float]:
-        """Return the metrics of the micro-batches since the last time, equal on all ranks (collective).
+        """Return the metrics of the micro-batches since the last call, equal on all ranks (collective).
 
-        Memory is that since the last time on a GPU, and since the process began on a CPU.
+        The memory is the peak since the last call on a GPU, and since the start of the process on a CPU.
         """
         seconds = time.monotonic() - (self._began_s or time.monotonic())
         own, counts = sum(self._flops), [self._num_positions, self._num_positions - self._num_tokens]
@@ -97,30 +97,31 @@ class UpdateCosts:
 
 
 def peak_flops(name: str, dtype: torch.dtype) -> float | None:
-    """Return what a device of this name can do per second at most; None if that is not known."""
-    if dtype not in (torch.bfloat16, torch.float16) or "MIG" in name:  # a part of a device
+    """Return the peak FLOP/s of a device by its name; None if it is unknown, as for a part of a device (MIG)."""
+    if dtype not in (torch.bfloat16, torch.float16) or "MIG" in name:
         return None
     return next((peak for pattern, peak in _PEAKS.items() if re.search(pattern, name)), None)
 
 
 def flops_per_token(model: PreTrainedModel) -> float:
-    """Return the FLOPs of the matrix products of a token with the parameters, forward and backward."""
+    """Return the FLOPs per token of the matrix products with parameters, forward and backward."""
     config, output = model.config.get_text_config(), model.get_output_embeddings()
     decoder = model.base_model if output is None else model.get_decoder()
     num_experts = next(filter(None, (getattr(config, name, None) for name in _NUM_EXPERTS)), 1)
     active = (getattr(config, "num_experts_per_tok", None) or num_experts) / num_experts
-    embeddings = {one.weight for one in decoder.modules() if isinstance(one, torch.nn.Embedding)}  # looked up
+    modules = decoder.modules()
+    looked_up = {module.weight for module in modules if isinstance(module, torch.nn.Embedding)}
     products = [
         (active if ".experts." in name else 1.0, parameter)
         for name, parameter in decoder.named_parameters()
-        if parameter.dim() > 1 and parameter not in embeddings
+        if parameter.dim() > 1 and parameter not in looked_up
     ]
     products += [] if output is None else [(1.0, output.weight)]
-    return sum(share * one.numel() * (6 if one.requires_grad else 4) for share, one in products)
+    return sum(share * weight.numel() * (6 if weight.requires_grad else 4) for share, weight in products)
 
 
 def _window(kind: str, config: object) -> float:
-    """Return how many positions a layer of this kind attends to at most."""
+    """Return the largest number of positions to which a layer of this kind attends."""
     if "sliding" in kind:
         return getattr(config, "sliding_window", None) or float("inf")
     return float("inf") if kind == "full_attention" else 0

@@ -1,8 +1,9 @@
-"""One asyncio loop in a daemon thread, called from ordinary code.
+"""An asyncio loop in a daemon thread, called from ordinary code.
 
-Invariant: no caller waits for a loop that has ended or does not turn. A loop that dies (KeyboardInterrupt or SystemExit
-in a task, or a defect) fails the call in progress and every later one, with what killed it as the cause; one that a
-call blocks for too long fails them with the line of that call. Coroutines have deadlines of their own.
+Invariants: no caller waits for a loop that has ended or is blocked for too long: its call fails with the cause, or with
+the line that blocks the loop; coroutines have deadlines of their own. A call of user code that blocks the loop is
+reported within 1.25 times `blocking_call_s`, while it still blocks, unless C code holds the GIL all the time: then the
+launcher's verdict names it.
 """
 
 import asyncio
@@ -10,22 +11,28 @@ import contextlib
 import logging
 import sys
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from typing import Any, TypeVar, cast
 
+from arealite.api.errors import EpisodeTimeoutError
+from arealite.api.source_lines import SourceLine, lines_of_frame, users_line
 from arealite.rollout.activity import activity
-from arealite.rollout.loop_watch import LoopWatch
 from arealite.utils import heartbeat
 from arealite.utils.threads import DaemonThreads
 
 T = TypeVar("T")
 logger = logging.getLogger("arealite.rollout")
 
-# How long another thread of the process may compute before the loop gets Python's lock back; by default 5 ms.
-_SWITCH_S = 0.001
+_SWITCH_S = 0.001  # how long another thread may keep the GIL from the loop; 5 ms by default
 _WIND_UP_ROUNDS = 3  # a task that is cancelled may have started another
 _MAX_USER_THREADS = 32  # of calls that workflows make by `asyncio.to_thread`
+_BEAT_S = 0.05
+_NUM_LAGS = 4096
+_NOT_USERS_S = 5.0
+_ADVICE = "Await there, or call it through asyncio.to_thread."
 
 
 class EventLoopThread:
@@ -57,17 +64,17 @@ class EventLoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def call_soon(self, callback: Callable[[], None]) -> None:
-        """Have something called in the loop, from any thread, unless it has ended."""
+        """Call `callback` in the loop unless it has ended; from any thread."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(callback)
 
     def ask(self) -> None:
-        """Have the thread that waits in `run`, now or next, call its `on_asked`; from any thread."""
-        with contextlib.suppress(InvalidStateError):  # it is asked already
+        """Make the thread that waits in `run`, now or next, call its `on_asked`; from any thread."""
+        with contextlib.suppress(InvalidStateError):  # it has been asked
             self._asked.set_result(None)
 
     def run(self, coroutine: Coroutine[Any, Any, T], on_asked: Callable[[], None] | None = None) -> T:
-        """Run a coroutine and return its result; as often as someone asks meanwhile, call `on_asked` in this thread.
+        """Run a coroutine and return its result; meanwhile call `on_asked` in this thread after every `ask`.
 
         The coroutine is cancelled if the caller is interrupted or `on_asked` fails.
         """
@@ -95,7 +102,7 @@ class EventLoopThread:
         return pending.result()
 
     def close(self, timeout_s: float) -> None:
-        """Cancel every task and join the thread; one that does not end in time is left to the end of the process."""
+        """Cancel every task and join the thread; a thread that does not end in time runs until the process ends."""
         self.call_soon(self._must_end.set)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -112,11 +119,11 @@ class EventLoopThread:
                 self.watch = LoopWatch(loop, self._what, **self._limits_s)
                 self._loop.set_result(loop)
                 self._cause = _failure(runner, self._must_end.wait)
-                # Each in a run of its own: what fails does not keep the others from ending.
+                # Each part in a run of its own, so that a failure does not skip the others.
                 for part in (*[_cancel_tasks] * _WIND_UP_ROUNDS, *self.closers):
                     if (error := _failure(runner, part)) is not None:
                         logger.error("the %s did not end in order", self._what, exc_info=error)
-        except Exception as error:  # a process may lack a file to begin, or memory for the thread that it ends with
+        except Exception as error:  # too many open files at the start, or no memory for a thread at the end
             if self._loop.done():
                 logger.error("the %s did not end in order: %s", self._what, error)
             else:
@@ -134,7 +141,7 @@ class EventLoopThread:
 
 
 def _failure(runner: asyncio.Runner, part: Callable[[], Coroutine[Any, Any, object]]) -> BaseException | None:
-    """Run a coroutine, and return what it or another task raised to end the loop."""
+    """Run a coroutine, and return the exception by which it or another task ended the loop."""
     try:
         runner.run(part())
     except BaseException as error:
@@ -147,3 +154,74 @@ async def _cancel_tasks() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class LoopWatch:
+    """The lag of a loop, and the line of code that blocks it; made in the thread of the loop, before the loop runs.
+
+    A callback in the loop measures its own lag; when it is overdue, a thread reads the stack of the loop's thread.
+    asyncio's debug mode reports a call only after its end, and records a stack for every callback.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, what: str, *, blocking_call_s: float, max_blocked_s: float
+    ) -> None:
+        self.blocking: SourceLine | None = None  # the line that blocks the loop
+        self.given_up: Future[None] = Future()  # fails once the loop has been blocked for `max_blocked_s`
+        self._blocking_call_s, self._max_blocked_s = blocking_call_s, max_blocked_s
+        self._loop, self._what = loop, what
+        self._loop_thread = threading.get_ident()
+        self._due = time.monotonic()
+        self._lags: deque[float] = deque(maxlen=_NUM_LAGS)
+        self._reported: set[SourceLine] = set()
+        self._ended = threading.Event()
+        self._beat()
+        self._thread = threading.Thread(target=self._watch, name="arealite-loop-watch", daemon=True)
+        self._thread.start()
+
+    def metrics(self) -> dict[str, float]:
+        """Return the lag since the last call, including a call that still blocks the loop."""
+        lags = sorted([*(self._lags.popleft() for _ in range(len(self._lags))), self._overdue_s()])
+        return {"perf/loop_lag_p99_s": lags[int(0.99 * (len(lags) - 1))], "perf/loop_lag_max_s": lags[-1]}
+
+    def describe(self) -> dict[str, Any]:
+        blocking = self.blocking
+        return {"overdue_s": round(self._overdue_s(), 3), "blocked_by": blocking and str(blocking)}
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join(self._blocking_call_s)
+
+    def _overdue_s(self) -> float:
+        return max(0.0, time.monotonic() - self._due)
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        self._lags.append(max(0.0, now - self._due))
+        self._due = now + _BEAT_S
+        self._loop.call_at(self._due, self._beat)
+
+    def _watch(self) -> None:
+        report_s = min(self._blocking_call_s, self._max_blocked_s)
+        while not self._ended.wait(report_s / 4):
+            overdue_s = self._overdue_s()
+            self.blocking = line = self._blocking_line(overdue_s) if overdue_s >= report_s else None
+            if line is None:
+                continue
+            if line not in self._reported:
+                self._reported.add(line)
+                message = "%s blocks the %s for %.1f s already: no other episode runs meanwhile. %s"
+                logger.warning(message, line, self._what, overdue_s, _ADVICE)
+            if overdue_s > self._max_blocked_s and not self.given_up.done():
+                must = f"the {self._what} must turn within {self._max_blocked_s:g} s: {line} blocks it. {_ADVICE}"
+                self.given_up.set_exception(EpisodeTimeoutError(must))
+
+    def _blocking_line(self, overdue_s: float) -> SourceLine | None:
+        """Return the line that blocks the loop, if any: a thread in select() waits for CPU time or the GIL."""
+        lines = lines_of_frame(sys._current_frames().get(self._loop_thread))
+        if not lines or lines[0].function.endswith("Selector.select"):
+            return None
+        if line := users_line(lines):
+            return line
+        # A busy process may be late in asyncio itself, between two calls.
+        return next((line for line in lines if line.room), lines[0]) if overdue_s >= _NOT_USERS_S else None

@@ -12,26 +12,26 @@ _NAMES = ("trainer", "rollout", "reward", "workflow", "weights")
 
 
 def bounds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the share of the step that each of the parties took, as `bound/<name>`; they add up to 1."""
+    """Return the share of each part in the step, as `bound/<name>`; the shares add up to 1."""
     step_s, rollout_s = metrics.get("time/step_s", 0.0), metrics.get("time/rollout_s")
     if rollout_s is None or step_s <= 0:
         return {}
     parts_s = {name: metrics.get(key, 0.0) for key, name in _OF_WAITS.items()}
-    if (waited_s := sum(parts_s.values())) > rollout_s:  # waits of the step before, if metrics were taken in between
+    if (waited_s := sum(parts_s.values())) > rollout_s:  # it has waits of the step before
         parts_s = {name: seconds * rollout_s / waited_s for name, seconds in parts_s.items()}
     parts_s["rollout"] = max(0.0, rollout_s - waited_s)
     parts_s["weights"] = metrics.get("time/weights_s", 0.0)
     parts_s["trainer"] = max(0.0, step_s - sum(parts_s.values()))
-    whole_s = sum(parts_s.values())  # more than the step where parts of it overlap
+    whole_s = sum(parts_s.values())  # longer than the step if its parts overlap
     return {f"bound/{name}": parts_s[name] / whole_s for name in _NAMES}
 
 
 def verdict(metrics: Mapping[str, float]) -> str | None:
-    """Return what bounded the step most, such as `trainer-bound 61 %: update`; None of a step without rollouts."""
+    """Return the part with the largest share, such as `trainer-bound 61 %: update`; None without rollouts."""
     shares = {name: metrics[key] for name in _NAMES if (key := f"bound/{name}") in metrics}
     if not shares:
         return None
-    name = max(shares, key=lambda one: shares[one])
+    name = max(shares, key=lambda name: shares[name])
     detail = ""
     if name == "trainer":
         detail = f": {_longest_phase(metrics)}"

@@ -88,7 +88,10 @@ def read_heartbeats(folder: Path, name: str = "*") -> list[Process]:
         is_here = node == machine()
         if is_here and started != identity(int(started.partition("-")[0])):
             continue
-        state = json.loads(path.read_bytes())
+        try:
+            state = json.loads(path.read_bytes())
+        except OSError:  # NFS may have lost a file that another node replaces
+            continue
         published, waits = state.pop("published"), tuple(Wait(**wait) for wait in state.pop("waits"))
         silent_s = time.monotonic() - published if is_here else 0.0
         processes.append(Process(**state, waits=waits, silent_s=silent_s))

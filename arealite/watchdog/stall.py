@@ -2,6 +2,9 @@
 
 A run is stalled if no process has made progress for `timeout_s`. Until every process has made its first progress, their
 output counts as progress too, and the start may take `setup_timeout_s`.
+
+In a stall almost every process waits for another. The first of `RULES` that matches names the culprit; the last one
+always matches.
 """
 
 import asyncio
@@ -10,10 +13,21 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+import psutil
+
+from arealite.api.source_lines import users_line
 from arealite.utils.files import free_space
-from arealite.watchdog.evidence import Evidence, collect, read_heartbeats
-from arealite.watchdog.verdict import judge
+from arealite.watchdog.evidence import Evidence, Process, collect, read_heartbeats, stacks_of
+
+_SILENT_S = 5.0  # heartbeats come twice a second
+_NO_GIL = "holds the GIL in C code", "Call that code in another process."
+_HALTED = {
+    psutil.STATUS_STOPPED: ("is stopped by a signal (state T)", "Continue it with kill -CONT {pid}."),
+    psutil.STATUS_TRACING_STOP: ("is held by a debugger (state t)", "Continue it in the debugger."),
+    psutil.STATUS_DISK_SLEEP: ("is stuck in the kernel (state D)", "Look at the disk and at its network mounts."),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,3 +79,106 @@ def _details(evidence: Evidence) -> list[str]:
     for process in evidence.processes:
         text += ["", str(process), json.dumps(asdict(process) | {"stacks": ""}, indent=1), *process.stacks.splitlines()]
     return text
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The culprit, its line, since when, and what to do about it."""
+
+    culprit: str
+    reason: str
+    for_s: float | None
+    advice: str
+
+    def lines(self, evidence: Evidence) -> list[str]:
+        """Return the lines for the console: the verdict, the advice, and the waits of all other processes."""
+        duration = "" if self.for_s is None else f", for {self.for_s:.0f} s"
+        head = f"stalled: no progress for {evidence.stalled_s:.0f} s: {self.culprit} {self.reason}{duration}"
+        others = [process for process in evidence.beating if not self.culprit.startswith(str(process))]
+        return [head, f"    {self.advice}", *(f"    {process} {_doing(process)}" for process in others)]
+
+
+def judge(evidence: Evidence) -> Verdict:
+    return next(filter(None, (rule(evidence) for rule in RULES)))
+
+
+def _silent(evidence: Evidence) -> Verdict | None:
+    """A process that can't publish its heartbeat."""
+    for process in evidence.processes:
+        is_silent = process.silent_s > max(_SILENT_S, evidence.stalled_s / 2)
+        if is_silent or process.state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+            reason, advice = _HALTED.get(process.state, _NO_GIL)
+            lines = [users_line(stack) for stack in stacks_of(process.stacks)]  # any thread may hold the GIL
+            where = "; ".join(dict.fromkeys(str(line) for line in lines if line))
+            reason += f": {where}" if where else ""
+            return Verdict(str(process), reason, process.silent_s or None, advice.format(pid=process.pid))
+    return None
+
+
+def _not_begun(evidence: Evidence) -> Verdict | None:
+    """A process that has not made its first progress."""
+    begun = {process.name for process in evidence.beating}
+    missing = next((name for name in evidence.expected if name not in begun), None)
+    advice = "Look at its log; a slow start needs a larger rollout.setup_timeout."
+    return None if missing is None else Verdict(missing, "has not made its first progress", None, advice)
+
+
+def _episodes(evidence: Evidence) -> Verdict | None:
+    """The reason why episodes do not end for which a trainer waits: their loop is blocked, or what they await."""
+    if not any(process.wait and process.wait.on == "rollout" for process in evidence.beating):
+        return None
+    for process, loop in _reports(evidence, "loop "):
+        if loop["blocked_by"]:
+            reason = f"blocks the event loop of episodes at {loop['blocked_by']}"
+            advice = "Await there, or call it through asyncio.to_thread."
+            return Verdict(str(process), reason, loop["overdue_s"], advice)
+    calls = [(wait, process) for process in evidence.beating for wait in process.waits if wait.on == "reward"]
+    for call, caller in sorted(calls, key=lambda item: -item[0].for_s):
+        line = next((f" at {one.line}" for one in evidence.processes if one.pid == call.pid), "")
+        advice = "Fix the function, or set rollout.reward_timeout to end such a call."
+        reason = f"has not returned{line} (called by {caller})"
+        return Verdict(f"{call.what} (pid {call.pid})", reason, call.for_s, advice)
+    episodes = [
+        (episode, process) for process, report in _reports(evidence, "episodes") for episode in report["oldest"]
+    ]
+    for episode, process in sorted(episodes, key=lambda item: (item[0]["on"] == "servers", -item[0]["for_s"])):
+        reason = f"awaits at {episode['line']}"
+        advice = "Give that await a deadline (asyncio.timeout), or set rollout.episode_timeout."
+        if episode["on"] == "servers":
+            tokens = {address: num for _, report in _reports(evidence, "servers") for address, num in report.items()}
+            busy = sorted(address for address, num in tokens.items() if num)
+            reason, advice = f"waits for the servers {', '.join(busy)}", "Look at their logs."
+        return Verdict(f"episode {episode['name']} in {process}", reason, episode["for_s"], advice)
+    return None
+
+
+def _waits_for_nobody(evidence: Evidence) -> Verdict:
+    """The process that waits for no other, or else the one that has waited longest."""
+
+    def order(process: Process) -> tuple[bool, bool, bool, float]:
+        in_collective = any("/torch/distributed/" in line.file for line in process.main_stack[:8])
+        for_ranks = in_collective or bool(process.wait and process.wait.on == "ranks")
+        return process.name.startswith("server-"), for_ranks, process.wait is not None, -_for_s(process)
+
+    process = min(evidence.beating, key=order, default=None)
+    if process is None:
+        return Verdict("the run", "has no heartbeat", None, "Look at the logs.")
+    return Verdict(str(process), _doing(process), _for_s(process), "Its stacks are in the evidence.")
+
+
+RULES: tuple[Callable[[Evidence], Verdict | None], ...] = (_silent, _not_begun, _episodes, _waits_for_nobody)
+
+
+def _reports(evidence: Evidence, prefix: str) -> list[tuple[Process, Any]]:
+    """Return the reports under names that begin so; reports that failed are left out."""
+    reports = [(one, name, report) for one in evidence.beating for name, report in one.reports.items()]
+    return [(one, report) for one, name, report in reports if name.startswith(prefix) and "error" not in report]
+
+
+def _for_s(process: Process) -> float:
+    return process.wait.for_s if process.wait else process.moved_s
+
+
+def _doing(process: Process) -> str:
+    what = f"waits for {process.wait.what}" if process.wait else "runs"
+    return what + (f" at {process.line}" if process.line else "")

@@ -26,7 +26,7 @@ from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import EpisodeError, EpisodeTimeoutError
 from arealite.api.source_lines import SourceLine
-from arealite.rollout import loop_watch
+from arealite.rollout import event_loop
 from arealite.rollout.event_loop import EventLoopThread
 from arealite.utils.threads import in_thread
 
@@ -99,7 +99,7 @@ def test_a_call_without_a_line_of_the_users_is_reported_after_seconds(loop, capl
         loop.call_soon(functools.partial(ended.wait, 120))  # as a callback of ours, in threading.py
         wait_for(lambda: loop.watch.describe()["overdue_s"] > 1.0)
         assert loop.watch.blocking is None and not caplog.records
-        monkeypatch.setattr(loop_watch, "_NOT_USERS_S", 0.0)
+        monkeypatch.setattr(event_loop, "_NOT_USERS_S", 0.0)
         wait_for(lambda: bool(caplog.records))
         ended.set()
     (message,) = caplog.messages
@@ -147,7 +147,7 @@ def test_a_loop_that_is_late_in_asyncio_is_not_blocked(loop, caplog, monkeypatch
         looks.append(1)
         return [SourceLine(f"{sysconfig.get_path('stdlib')}/selectors.py", 1, "register")]
 
-    monkeypatch.setattr(loop_watch, "lines_of_frame", look)
+    monkeypatch.setattr(event_loop, "lines_of_frame", look)
     with caplog.at_level(logging.DEBUG, logger="arealite.rollout"):
         blocked = loop.submit(block_in_a_coroutine(ended, 120))
         wait_for(lambda: len(looks) >= 5)
@@ -180,7 +180,7 @@ def test_a_loop_that_waits_for_cpu_time_is_not_given_up(monkeypatch) -> None:
         return [SourceLine("selectors.py", 1, "EpollSelector.select")]
 
     loop = EventLoopThread("starved-loop", blocking_call_s=1.0, max_blocked_s=0.2)
-    monkeypatch.setattr(loop_watch, "lines_of_frame", look)
+    monkeypatch.setattr(event_loop, "lines_of_frame", look)
     late = loop.submit(_wait(ended))
     wait_for(lambda: len(looks) >= 5)  # each after 0.2 s
     assert loop.watch.blocking is None and not loop.watch.given_up.done()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from arealite.watchdog.evidence import Evidence, Process, Wait, stacks_of
-from arealite.watchdog.verdict import Verdict, judge
+from arealite.watchdog.stall import Verdict, judge
 
 MAIN = 0x7F01
 
