@@ -30,7 +30,7 @@ _OFF = contextlib.nullcontext()
 
 T = TypeVar("T")
 logger = logging.getLogger("arealite.trace")
-_around: ContextVar[int | None] = ContextVar("the asynchronous span around this one", default=None)
+_around: ContextVar[int | None] = ContextVar("the enclosing asynchronous span", default=None)
 phase_observer: ContextVar[Callable[[str, int], None] | None] = ContextVar("observer of phases", default=None)
 """Called with a name and 1 or -1 as a phase begins or ends in this context, or in a task that was started in it."""
 

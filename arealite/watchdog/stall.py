@@ -3,7 +3,7 @@
 A run is stalled if no process has made progress for `timeout_s`. Until every process has made its first progress, their
 output counts as progress too, and the start may take `setup_timeout_s`.
 
-In a stall almost every process waits for another. The first of `RULES` that matches names the culprit; the last one
+In a stall almost every process waits for another. The first of `RULES` that matches names the culprit; the last
 always matches.
 """
 
@@ -59,8 +59,8 @@ class StallWatch:
     def _look(self) -> tuple[object, float]:
         """Return counts that change with any progress, and for how many seconds they may stand still."""
         heartbeats = read_heartbeats(self.logs / "progress")
-        counts = {(one.name, one.pid): one.count for one in heartbeats}
-        if {one.name for one in heartbeats}.issuperset(self.expected):
+        counts = {(process.name, process.pid): process.count for process in heartbeats}
+        if {process.name for process in heartbeats}.issuperset(self.expected):
             return counts, self.timeout_s
         return (counts, self.count_output()), max(self.timeout_s, self.setup_timeout_s)
 
@@ -134,7 +134,7 @@ def _episodes(evidence: Evidence) -> Verdict | None:
             return Verdict(str(process), reason, loop["overdue_s"], advice)
     calls = [(wait, process) for process in evidence.beating for wait in process.waits if wait.on == "reward"]
     for call, caller in sorted(calls, key=lambda item: -item[0].for_s):
-        line = next((f" at {one.line}" for one in evidence.processes if one.pid == call.pid), "")
+        line = next((f" at {worker.line}" for worker in evidence.processes if worker.pid == call.pid), "")
         advice = "Fix the function, or set rollout.reward_timeout to end such a call."
         reason = f"has not returned{line} (called by {caller})"
         return Verdict(f"{call.what} (pid {call.pid})", reason, call.for_s, advice)
@@ -153,7 +153,7 @@ def _episodes(evidence: Evidence) -> Verdict | None:
 
 
 def _waits_for_nobody(evidence: Evidence) -> Verdict:
-    """The process that waits for no other, or else the one that has waited longest."""
+    """The process that waits for nobody, or else the process that has waited longest."""
 
     def order(process: Process) -> tuple[bool, bool, bool, float]:
         in_collective = any("/torch/distributed/" in line.file for line in process.main_stack[:8])
@@ -171,8 +171,8 @@ RULES: tuple[Callable[[Evidence], Verdict | None], ...] = (_silent, _not_begun, 
 
 def _reports(evidence: Evidence, prefix: str) -> list[tuple[Process, Any]]:
     """Return the reports under names that begin so; reports that failed are left out."""
-    reports = [(one, name, report) for one in evidence.beating for name, report in one.reports.items()]
-    return [(one, report) for one, name, report in reports if name.startswith(prefix) and "error" not in report]
+    reports = [(process, *item) for process in evidence.beating for item in process.reports.items()]
+    return [(process, made) for process, name, made in reports if name.startswith(prefix) and "error" not in made]
 
 
 def _for_s(process: Process) -> float:
