@@ -1,6 +1,6 @@
-"""What outlives an engine: its part of a checkpoint, which any number of ranks reads, and snapshots of single ranks.
+"""Checkpoints of an engine, readable on any number of ranks, and in-memory snapshots of single ranks.
 
-Both hold all that later updates depend on: shards, schedule, version, and the random generators of each rank.
+Both contain everything that later updates depend on: shards, schedule, version, and each rank's random generators.
 """
 
 import json
@@ -30,17 +30,17 @@ _RNG = "rng_{}.json"  # state of the random generators, by rank
 
 
 class CheckpointedEngine(Stateful):
-    """An engine whose state can be kept. Every rank calls every method; arguments and results are plain values."""
+    """Saves and restores the state of an engine. Every method is collective; arguments and results are plain values."""
 
-    num_changes: int  # of the weights
+    num_changes: int  # number of changes of the weights
     _has_trained: bool
     _rng: dict[str, Any]
-    _kept: tuple[dict[str, Any], dict[str, Any]]  # a copy of the state, and the generators
-    _state_group: dist.ProcessGroup | None = None  # nothing else uses it, as a thread writes checkpoints
+    _kept: tuple[dict[str, Any], dict[str, Any]]  # a copy of the state, and the random generators
+    _state_group: dist.ProcessGroup | None = None  # reserved for the thread that writes checkpoints
     _shares: WeightSharing | None
 
     def _begin_change(self) -> None:
-        """Note that the weights change now, and let a server that samples from them stop first."""
+        """Stop a server that samples from these weights, and count the change."""
         self.num_changes += 1
         if self._shares is not None:
             self._shares.release()
@@ -49,17 +49,17 @@ class CheckpointedEngine(Stateful):
         self._state_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=WRITE_TIMEOUT_S))
 
     def keep_rng(self) -> None:
-        """Note the random generators as they are now, for the next `keep_state`."""
+        """Keep the states of the random generators for the next `keep_state`."""
         self._rng = rng_state()
 
     def keep_state(self) -> None:
-        """Copy the shards to memory, for the next `write_state`."""
+        """Copy the shards to host memory for the next `write_state`."""
         self._kept = tree_map_only(torch.Tensor, _copy, self.state_dict()), self._rng
 
     def write_state(self, folder: str) -> dict[str, FileEntry]:
-        """Write what was kept, in a thread of every rank beside later updates, and forget it (collective).
+        """Write and release the kept state, from a thread of every rank in parallel to later updates (collective).
 
-        Return the files of all ranks by name once they are on the disk. A failure raises on every rank.
+        Returns the files of all ranks by name once they are on disk. A failure raises on every rank.
         """
         state, rng = self._kept
         del self._kept
@@ -80,10 +80,10 @@ class CheckpointedEngine(Stateful):
         return file_entries(folder, [name, *shards, *([".metadata"] if rank == 0 else [])])
 
     def note_checkpoint(self) -> None:
-        """Learn that the checkpoint with this engine's part is whole, of which only a master's makes use."""
+        """Called once the checkpoint is published; only the master's stub uses it."""
 
     def read_state(self, folder: str) -> None:
-        """Continue from what any number of ranks wrote (collective); a new rank seeds its generators."""
+        """Restore a state that any number of ranks wrote (collective); an additional rank seeds its generators."""
         self._begin_change()
         state = self.state_dict() | {"num_ranks": 0}
         try:
@@ -101,13 +101,13 @@ class CheckpointedEngine(Stateful):
             seed_everything(random.Random(f"{rank} {text}").getrandbits(63))
 
     def snapshot(self) -> dict[str, Any]:
-        """Return this rank's part of the state, for `restore`; it can be pickled, with bytes in place of tensors."""
+        """Return this rank's part of the state for `restore`; it can be pickled, with bytes instead of tensors."""
         state = tree_map_only(torch.Tensor, lambda shard: _bytes(_local(_copy(shard))), self.state_dict())
         counts = {"num_changes": self.num_changes, "has_trained": self._has_trained}
         return {"rank": _rank(), "state": state, "rng": rng_state(), **counts}
 
     def restore(self, snapshot: dict[str, Any]) -> None:
-        """Continue from a snapshot with the same config, bit for bit; CheckpointError if another rank took it."""
+        """Restore a snapshot bit for bit, under the same config; CheckpointError if another rank took it."""
         if snapshot["rank"] != _rank():
             raise CheckpointError(
                 f"a snapshot for rank {_rank()} must be its own: got one of rank {snapshot['rank']}. Let each rank "
@@ -125,23 +125,23 @@ def _rank() -> str:
 
 @torch.no_grad()
 def _copy(shard: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor, which the next update changes, to memory."""
+    """Copy a tensor to host memory."""
     copied = shard.detach().to("cpu", copy=True)
     local: Any = _local(copied)
-    for name in _parts(local):  # 8-bit moments copy only to another device
+    for name in _parts(local):  # `to` copies 8-bit moments only to another device
         setattr(local, name, getattr(local, name).clone())
     return copied
 
 
 def _bytes(local: torch.Tensor) -> Any:
-    """Return the bytes of a tensor, of any dtype, which NumPy may lack, or of its parts by name."""
+    """Return the bytes of a tensor of any dtype (NumPy lacks some), or of its parts by name."""
     if names := _parts(local):
         return {name: _bytes(getattr(local, name)) for name in names}
     return local.reshape(-1).view(torch.uint8).numpy()
 
 
 def _parts(local: Any) -> Sequence[str]:
-    """Return the names of the tensors that a tensor consists of: torchao's 8-bit moments; none of a plain one."""
+    """Return the names of the inner tensors of torchao's 8-bit moments; none for a plain tensor."""
     return local.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(local) else ()
 
 
@@ -151,7 +151,7 @@ def _local(shard: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _overwritten(ours: Any, kept: Any) -> Any:
-    """Return what was kept; bytes go to our tensor. The array may be read-only, which torch does not like."""
+    """Return the kept value; bytes are copied into our tensor (`kept` may be read-only, which torch refuses)."""
     if not isinstance(ours, torch.Tensor):
         return kept
     shard = _local(ours)
@@ -164,6 +164,6 @@ def _overwritten(ours: Any, kept: Any) -> Any:
 
 
 def _cause_of(failed: CheckpointException) -> Exception:
-    """Return the error of the first rank that failed."""
+    """Return the error of the lowest rank that failed."""
     cause = failed.failures[min(failed.failures)][0]
     return cause if isinstance(cause, Exception) else RuntimeError(str(cause))

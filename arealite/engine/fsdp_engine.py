@@ -46,16 +46,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("arealite.engine")
 
-COLLECTIVE_TIMEOUT_S = 7200.0  # other ranks wait in one while rank 0 collects rollouts, or downloads the model
+COLLECTIVE_TIMEOUT_S = 7200.0  # ranks block in a collective while rank 0 collects rollouts or downloads the model
 
 
 class FSDPEngine(CheckpointedEngine, TrainEngine):
     """A sharded model with its optimizer; without `config.optimizer` it only evaluates (a reference).
 
     Parameters and optimizer state are float32 shards; a layer is gathered in the compute dtype while it runs. With
-    `config.lora` only adapters are trained, and all else is stored in the compute dtype.
-    With `has_value_head` it is a sequence classifier of one label whose head starts at 0 if the checkpoint has none,
-    and loss functions and hooks get a value for each token, float32 `[N]`, instead of `LazyLogits`.
+    `config.lora` only adapters are trained, and other parameters are stored in the compute dtype. With
+    `has_value_head` the model is a sequence classifier with one label, whose head starts at 0 if the checkpoint has
+    none; loss functions and hooks then get a float32 value per token, `[N]`, instead of `LazyLogits`.
     """
 
     def __init__(self, config: TrainEngineConfig, *, has_value_head: bool = False) -> None:
@@ -66,7 +66,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
                 "Set dtype: bfloat16."
             )
         if config.optimizer is not None and config.optimizer.type == "adam_8bit":
-            adamw_8bit()  # must be there before models are loaded
+            adamw_8bit()  # fail before models are loaded
         self.config = config
         self.has_value_head = has_value_head
         self.dtype: torch.dtype = getattr(torch, config.dtype)
@@ -74,12 +74,12 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         self._has_trained = False
         self.num_changes = 0
         self._sender = fsdp_weights.WeightSender()
-        self._shares: WeightSharing | None = None  # a server that samples from our own parameters
+        self._shares: WeightSharing | None = None  # a server that samples from these parameters
         self._running: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        self._frozen: dict[str, str] = {}  # what adapters add to, as checkpoints name it
-        self.frozen_weights: FrozenWeights | None = None  # with LoRA: what no update of servers changes
+        self._frozen: dict[str, str] = {}  # fingerprint of the frozen weights, stored in checkpoints
+        self.frozen_weights: FrozenWeights | None = None  # with LoRA: weights that servers get only once
         self._attention: str
-        self._outputs: Callable[[torch.Tensor], Any]  # of hidden states: what losses get
+        self._outputs: Callable[[torch.Tensor], Any]  # hidden states to the argument of losses
         self.model: PreTrainedModel
 
     # Life
@@ -87,8 +87,8 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
     def initialize(self, addr: str | None, ft_spec: FinetuneSpec | None, *, policy: FSDPEngine | None = None) -> None:
         """Join the process group, load the model, build optimizer and schedule.
 
-        A reference of a `policy` with LoRA that starts from the same path in the same dtype has no weights of its own:
-        it is the policy's model without adapters.
+        A reference that starts from the same path and dtype as a `policy` with LoRA loads no weights: it is the
+        policy's model with its adapters disabled.
         """
         if addr is not None:
             raise ValueError(f"addr must be None for an engine whose ranks torchrun starts: got {addr!r}. Pass None.")
@@ -111,7 +111,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
             return
         self._attention, why = pick_attention(self.config.attn_impl, self.device, self.dtype)
         if dist.get_rank() == 0:
-            level = logging.INFO if has_gpu else logging.DEBUG  # a CPU leaves no choice
+            level = logging.INFO if has_gpu else logging.DEBUG  # a CPU has only one implementation
             logger.log(level, "attention of %s: %s, %s", self.config.path, self._attention, why)
         has_value_head = self.has_value_head
         self.model = hf_model.build_meta_model(self.config.path, self._attention, has_value_head=has_value_head)
@@ -133,7 +133,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
             self._join_state_group()
 
     def _copy_whole_model(self, path: str, init_from_scratch: bool = False) -> None:
-        """Read a model, or an adapter of that of the config, on rank 0 and distribute it (collective)."""
+        """Load a model, or an adapter of the config's model, on rank 0 and distribute it (collective)."""
         self._begin_change()
         options: dict[str, Any] = {"has_value_head": self.has_value_head, "init_from_scratch": init_from_scratch}
 
@@ -148,7 +148,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
             return whole
 
         hf_model.copy_from_rank0(self.model, distributed.on_rank_0(load, self._group), self.device)
-        if self.config.lora is not None:  # names of parameters tell which layers are adapted
+        if self.config.lora is not None:
             frozen = fsdp_weights.fingerprint_shards(self.model, only_frozen=True)
             self._frozen = {"frozen": f"{frozen} with adapters of alpha {self.config.lora.alpha}"}
             self.frozen_weights = FrozenWeights(frozen, fsdp_weights.frozen_names(self.model))
@@ -176,7 +176,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
 
     @property
     def model_config(self) -> PretrainedConfig:
-        """The model's own configuration, of its text part."""
+        """The configuration of the model's text part."""
         return self.model.config.get_text_config()
 
     @property
@@ -216,7 +216,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         for index, (micro_batch, weight) in enumerate(zip(micro_batches, weights)):
             is_last = index == len(micro_batches) - 1
             self.model.set_requires_gradient_sync(is_last or not self.config.fsdp.reduce_once)
-            self.model.set_requires_all_reduce(is_last)  # copies of the model (HSDP) add up their shards once
+            self.model.set_requires_all_reduce(is_last)  # replicas (HSDP) reduce their shards once
             with trace.span("micro-batch", tokens=micro_batch.num_tokens):
                 loss = self._weighted_loss(micro_batch, weight, loss_fn)
                 # FSDP averages gradients over ranks.
@@ -230,8 +230,8 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
             self._begin_change()
             self.optimizer.step()
         else:
-            told = "optimizer step skipped: loss %s, gradient norm %s, loss weight %s"
-            logger.warning(told, mean_loss, grad_norm, total_weight)
+            message = "optimizer step skipped: loss %s, gradient norm %s, loss weight %s"
+            logger.warning(message, mean_loss, grad_norm, total_weight)
         self.optimizer.zero_grad()
         return {
             "loss": mean_loss,
@@ -264,12 +264,12 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         return tensors.unpack_rows(values, [mb for mb in micro_batches if mb.num_tokens], input_)
 
     def step_lr_scheduler(self) -> None:
-        if self._has_trained:  # a script may call this although `ppo_update` and `train_lm` did
+        if self._has_trained:  # scripts may call this after `ppo_update` or `train_lm`, which did already
             self.lr_schedule.set_step(self.lr_schedule.num_steps + 1)
         self._has_trained = False
 
     def _split(self, input_: TensorDict, rows_per_unit: int = 1) -> list[MicroBatch]:
-        """Pack this rank's rows into micro-batches, as many as on every rank so that collectives match."""
+        """Pack this rank's rows into micro-batches; every rank gets the same number, so that collectives match."""
         lengths, spec = tensors.unit_lengths(input_["attention_mask"], rows_per_unit), self.config.mb_spec
         count = tensors.count_micro_batches(lengths, spec.n_mbs, spec.max_tokens_per_mb)
         (count_on_all,) = distributed.all_reduce_numbers([count], dist.ReduceOp.MAX, self._group)
@@ -288,13 +288,13 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
     def _weighted_loss(self, micro_batch: MicroBatch, weight: float, loss_fn: LossFn) -> torch.Tensor:
         """Return mean loss times weight; 0 with a zero gradient for a micro-batch without weight."""
         hidden_NH, packed = self._hidden_states(micro_batch)
-        if weight == 0:  # nothing of everything: ranks reduce the same gradients, be they zero
+        if weight == 0:  # a zero-token forward pass: this rank must join the reduction of every gradient
             nothing = self._outputs(hidden_NH[:0])
             return hidden_NH[:0].sum() + (nothing if self.has_value_head else nothing.dense()).sum()
         return loss_fn(self._outputs(hidden_NH), packed) * weight
 
     def _hidden_states(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, TensorDict]:
-        """Return hidden states `[N, H]` of a micro-batch; an empty one runs on a single token, which is dropped."""
+        """Return hidden states `[N, H]` of a micro-batch; an empty micro-batch runs on one token, which is dropped."""
         packed = tensors.on_device(micro_batch.packed, self.device)
         num_tokens = micro_batch.num_tokens
         inputs: dict[str, Any] = {key: packed[key] for key in ("input_ids", "position_ids")}
@@ -314,7 +314,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         return hidden[0, :num_tokens], packed
 
     def _mean_over_ranks(self, losses: Sequence[torch.Tensor], total_weight: float) -> float:
-        """Return the mean from the weighted losses of this rank, read off the device only here."""
+        """Return the mean over all ranks of the weighted losses; the only device sync of losses in a step."""
         local_sum = float(sum(loss.double() for loss in losses))
         (total,) = distributed.all_reduce_numbers([local_sum], group=self._group)
         return total / total_weight if total_weight else 0.0
@@ -325,7 +325,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
     def save(self, meta: SaveLoadMeta) -> None:
         """Write a Hugging Face checkpoint (collective): float32 with the optimizer, to resume exactly, else `dtype`.
 
-        With LoRA it is PEFT's, of the adapter; without the optimizer `lora.merge_on_save` may ask for the whole model.
+        With LoRA it is a PEFT adapter, or the merged model with `lora.merge_on_save` and without the optimizer.
         """
         if self.config.lora is not None and (meta.with_optim or not self.config.lora.merge_on_save):
             fsdp_weights.write_whole_adapter(self.model, meta.path)
@@ -333,12 +333,12 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
             fsdp_weights.write_whole_model(self.model, meta.path, torch.float32 if meta.with_optim else self.dtype)
         if meta.with_optim:
             fsdp_weights.save_optimizer(self.model, self.optimizer, self.lr_schedule.num_steps, meta.path)
-        parts = [one for one in (meta.tokenizer, meta.processor) if one is not None]
-        distributed.on_rank_0(lambda: [one.save_pretrained(meta.path) for one in parts])
+        parts = [part for part in (meta.tokenizer, meta.processor) if part is not None]
+        distributed.on_rank_0(lambda: [part.save_pretrained(meta.path) for part in parts])
 
     @heartbeat.waiting("all ranks in a checkpoint", on="ranks")
     def load(self, meta: SaveLoadMeta) -> None:
-        """Read a Hugging Face checkpoint (collective); with the optimizer, one saved on any number of ranks."""
+        """Read a Hugging Face checkpoint (collective), with the optimizer from any number of ranks."""
         self._copy_whole_model(meta.path)
         if meta.with_optim:
             self.lr_schedule.set_step(fsdp_weights.load_optimizer(self.model, self.optimizer, meta.path))
@@ -360,12 +360,12 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict` into which a checkpoint of any number of ranks was read."""
+        """Restore a `state_dict` that was read from a checkpoint of any number of ranks."""
         self._begin_change()
         if any(state[key] != ours for key, ours in self._frozen.items()):
             raise CheckpointError(
                 "a checkpoint with LoRA must be of the same weights in path, dtype, lora.alpha and target_modules: got "
-                "others. Use the configuration of the run, and the model that it began with."
+                "other weights. Use the configuration of the run, and the model that it started from."
             )
         set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
         self.lr_schedule.set_step(int(state["num_steps"]))
@@ -381,18 +381,18 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
 
     @property
     def transfer_group(self) -> str:
-        """The broadcast group in which rank 0, and others beside it, send weights, "" if there is none."""
+        """The broadcast group in which rank 0 and further senders send weights, "" without one."""
         return self._sender.update
 
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
-        """Send the weights in `dtype` to the folder `meta.path` or to the groups named in `meta`, or share them with
-        the server in it (collective, blocking); what `meta` says on rank 0 counts.
+        """Send the weights in `dtype` to the folder or groups of `meta`, or share them with its server.
 
-        Resolves `meta.uploaded` on rank 0; a failure raises on every rank.
+        Collective and blocking; `meta` of rank 0 applies. Resolves `meta.uploaded` on rank 0; a failure raises on every
+        rank.
         """
         try:
             meta = distributed.from_rank_0(meta, self._group)
-            assert not meta.is_partial or meta.frozen == self.frozen_weights, "others are frozen than were announced"
+            assert not meta.is_partial or meta.frozen == self.frozen_weights, "frozen weights have changed"
             if meta.type == "disk":
                 fsdp_weights.publish_checkpoint(self.model, meta, self.dtype)
             elif meta.type == "shared":

@@ -1,7 +1,7 @@
 """Hugging Face models in training: built on the meta device, filled from rank 0, written as checkpoints.
 
-Only rank 0 ever holds a whole model. Invariant: after `copy_from_rank0` all ranks have the parameters and buffers of
-rank 0's model, also buffers that no checkpoint contains.
+Only rank 0 holds a whole model. Invariant: after `copy_from_rank0` all ranks have the parameters and buffers of rank
+0's model, including buffers that checkpoints omit.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ from arealite.utils.images import sees_images
 def build_meta_model(path: str, attention: str, *, has_value_head: bool = False) -> PreTrainedModel:
     """Build the float32 architecture of a folder or hub id on the meta device.
 
-    With `has_value_head` it is a sequence classifier of one label, be the folder one or a language model.
+    With `has_value_head` it is a sequence classifier with one label, also for the folder of a language model.
     """
     if not os.path.isdir(path) and (not path or path[0] in "./~"):
         raise ValueError(f"path of a model must be an existing folder or a hub id: got {path!r}. Correct actor.path.")
@@ -47,8 +47,8 @@ def build_meta_model(path: str, attention: str, *, has_value_head: bool = False)
         parts = attention_of_parts(attention) if sees_images(config) else attention
         model = kind.from_config(config, attn_implementation=parts, dtype=torch.float32, trust_remote_code=False)
     check_packable(model)
-    conversions = get_model_conversion_mapping(model, add_legacy=False)  # found by the class, which sharding renames
-    model._weight_conversions = [one for one in conversions if not isinstance(one, PrefixChange)]
+    conversions = get_model_conversion_mapping(model, add_legacy=False)  # before sharding renames the class
+    model._weight_conversions = [rule for rule in conversions if not isinstance(rule, PrefixChange)]
     parameters = dict(model.named_parameters())
     if as_in_checkpoint(model, parameters).keys() != revert_weight_conversion(model, parameters).keys():
         raise ValueError(
@@ -57,7 +57,7 @@ def build_meta_model(path: str, attention: str, *, has_value_head: bool = False)
         )
     model.config.architectures = [type(model).__name__]
     if model.can_generate():
-        with contextlib.suppress(OSError):  # a model may have none; it may name more ends of an answer than the config
+        with contextlib.suppress(OSError):  # optional; it may list more end-of-sequence tokens than the config
             model.generation_config = GenerationConfig.from_pretrained(path)
     return model
 
@@ -78,11 +78,11 @@ def load_whole_model(
         missing = {HEAD} if has_value_head else set()
     else:
         has_head = is_classifier(config)
-        with contextlib.ExitStack() as quietly:  # a head that is in the model or in the checkpoint only is meant
+        with contextlib.ExitStack() as quietly:  # a missing or unused value head is expected
             quietly.callback(transformers_logging.set_verbosity, transformers_logging.get_verbosity())
             transformers_logging.set_verbosity_error()
-            model, told = load_model(kind, path, config=config, dtype=torch.float32, output_loading_info=True)
-        missing = set(told["missing_keys"])  # transformers made them up
+            model, info = load_model(kind, path, config=config, dtype=torch.float32, output_loading_info=True)
+        missing = set(info["missing_keys"])  # randomly initialised by transformers
         if unknown := sorted(missing - ({HEAD} if has_value_head and not has_head else set())):
             raise ValueError(
                 f"the checkpoint {path} must have every tensor of {type(model).__name__}: got {len(unknown)} missing, "
@@ -123,13 +123,13 @@ def _kind_and_config(path: str, has_value_head: bool) -> tuple[Any, PreTrainedCo
 
 
 def is_classifier(config: PreTrainedConfig) -> bool:
-    """Tell whether a checkpoint is of a sequence classifier, which has a head of its own."""
+    """Return True for the checkpoint of a sequence classifier, which includes a head."""
     return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
 
 
 @torch.no_grad()
 def copy_from_rank0(model: torch.nn.Module, whole: torch.nn.Module | None, device: torch.device) -> None:
-    """Fill a sharded model on every rank from the whole one that rank 0 alone passes (collective)."""
+    """Fill a sharded model on every rank from the whole model that only rank 0 passes (collective)."""
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor), f"{name} must be sharded"
         if whole is None:
@@ -210,4 +210,6 @@ def write_checkpoint(model: PreTrainedModel, state: dict[str, torch.Tensor], pat
     config.dtype = dtype
     config.save_pretrained(path)
     if model.can_generate():
-        model.generation_config.to_json_file(os.path.join(path, "generation_config.json"))  # also one that is odd
+        model.generation_config.to_json_file(
+            os.path.join(path, "generation_config.json")
+        )  # save_pretrained refuses unusual settings

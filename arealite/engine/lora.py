@@ -1,7 +1,8 @@
-"""Low-rank adapters made by PEFT (arXiv:2106.09685): W + alpha / rank * B A in place of W, of which only A and B learn.
+"""Low-rank adapters by PEFT (arXiv:2106.09685): W + alpha / rank * B A replaces W, and only A and B are trained.
 
-The model's own layers get the adapters. All other parameters but a value head are frozen, in the compute dtype.
-Checkpoints hold the adapters alone, in PEFT's format; servers, and checkpoints with `merge_on_save`, merged weights.
+Adapters are added to the model's own layers. Other parameters, except a value head, are frozen in the compute dtype.
+Checkpoints contain only the adapters, in PEFT's format; servers, and checkpoints with `merge_on_save`, get merged
+weights.
 """
 
 import contextlib
@@ -21,14 +22,14 @@ from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.errors import CheckpointError, ConfigError
 from arealite.utils.files import writing
 
-HEAD = "score.weight"  # of a sequence classifier, in every family; its parameter is trained whole
+HEAD = "score.weight"  # of a sequence classifier, in every model family; always fully trained
 ADAPTER = "default"  # PEFT's name of the only adapter
-_BASE = ".base_layer."  # in the name of a parameter of an adapted layer
+_BASE = ".base_layer."  # part of the parameter names of an adapted layer
 _FILE, _SETTINGS, _PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
 
 
 def add_adapters(model: PreTrainedModel, config: TrainEngineConfig) -> None:
-    """Freeze a model and adapt its layers. A depends on `config.seed` only, B is 0; both are float32."""
+    """Freeze a model and add adapters. A depends only on `config.seed`, B is 0; both are float32."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -54,7 +55,7 @@ def add_adapters(model: PreTrainedModel, config: TrainEngineConfig) -> None:
         try:
             inject_adapter_in_model(settings, model)
             refused = _refused(model, targets)
-        except (ValueError, re.error) as error:  # nothing matches, or something that is no layer
+        except (ValueError, re.error) as error:  # no match, or a match that is not a layer
             refused = [f"{targets} ({error})"]
     if refused:
         raise ValueError(
@@ -70,7 +71,7 @@ def add_adapters(model: PreTrainedModel, config: TrainEngineConfig) -> None:
 
 
 def _refused(model: PreTrainedModel, targets: str | list[str]) -> list[str]:
-    """Return what was adapted but must not be, and what was not found."""
+    """Return adapted modules that must not be adapted, and targets without a match."""
     layers = _adapted_layers(model)
     outer = (model.get_output_embeddings(), getattr(model, "score", None))  # their weight is used without the layer
     linear = torch.nn.Linear
@@ -84,7 +85,7 @@ def _adapted_layers(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def base_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter, Any]]:
-    """Yield parameters under their names without adapters; the weight of an adapted layer comes with that layer."""
+    """Yield parameters with their names in the model without adapters, and the layer of an adapted weight."""
     layers = _adapted_layers(model)
     for name, parameter in model.named_parameters():
         if ".lora_" not in name:
@@ -93,8 +94,10 @@ def base_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Para
 
 
 def changing_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter, Any]]:
-    """Yield those of `base_parameters` that servers must get again: what is trained, and with an adapted layer all
-    layers beside it, of which vLLM fuses some (query, key and value) and can only load them together."""
+    """Yield the `base_parameters` that a partial update sends: trained ones, and all layers next to an adapted layer.
+
+    vLLM fuses some of them (query, key and value) and can load them only together.
+    """
     blocks = {name.rpartition(".")[0] for name in _adapted_layers(model)}
     for name, parameter, layer in base_parameters(model):
         if parameter.requires_grad or name.rpartition(".")[0].rpartition(".")[0] in blocks:
@@ -102,14 +105,14 @@ def changing_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.
 
 
 def adapter_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return what is trained, by its names in PEFT's files."""
+    """Return the trained parameters by their names in PEFT's files."""
     trained = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
     return {_PREFIX + name.replace(f".{ADAPTER}.", "."): parameter for name, parameter in trained}
 
 
 @contextlib.contextmanager
 def without_adapters(model: torch.nn.Module) -> Iterator[None]:
-    """Let the model be the one that it was before training."""
+    """Disable the adapters inside the block."""
     layers = _adapted_layers(model).values()
     for layer in layers:
         layer.scale_layer(0.0)
@@ -129,16 +132,16 @@ def write_adapter(model: PreTrainedModel, state: dict[str, torch.Tensor], path: 
 
 
 def is_adapter(path: str) -> bool:
-    """Tell whether a folder holds an adapter instead of a model."""
+    """Return True for the folder of an adapter."""
     return (Path(path) / _SETTINGS).is_file()
 
 
 @torch.no_grad()
 def read_adapter(model: PreTrainedModel, path: str) -> None:
-    """Copy the adapter of a folder to a whole model, whose own must have its shapes and scale."""
+    """Copy the adapter of a folder into a whole model with adapters of the same shapes and scale."""
     state, expected = load_file(Path(path) / _FILE), adapter_parameters(model)
     alpha, ours = json.loads((Path(path) / _SETTINGS).read_text())["lora_alpha"], model.peft_config[ADAPTER].lora_alpha
-    shapes, own = ({name: one.shape for name, one in tensors.items()} for tensors in (state, expected))
+    shapes, own = ({name: tensor.shape for name, tensor in tensors.items()} for tensors in (state, expected))
     if shapes != own or alpha != ours:
         raise CheckpointError(
             f"{path} must hold an adapter with the layers, rank and alpha of the lora block: got {len(state)} tensors "

@@ -15,7 +15,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamWBF16(torch.optim.AdamW):
-    """AdamW whose moments rest in bfloat16; a step is that of AdamW in float32, one parameter after the other."""
+    """AdamW with moments stored in bfloat16; a step computes in float32, one parameter after the other."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -35,14 +35,14 @@ class AdamWBF16(torch.optim.AdamW):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Read moments, which torch casts to the dtype of their parameter."""
+        """Load moments as bfloat16; torch casts them to the dtype of their parameter."""
         super().load_state_dict(state_dict)
         for state in self.state.values():
             state.update({name: state[name].bfloat16() for name in MOMENTS if name in state})
 
 
 def make_adamw(parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Build AdamW over all parameters that are not frozen; norms and biases (vectors) do not decay."""
+    """Build AdamW over all trainable parameters; norms and biases (vectors) have no weight decay."""
     every = [parameter for parameter in parameters if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [parameter for parameter in every if parameter.ndim > 1]},
@@ -74,9 +74,9 @@ def adamw_8bit() -> Any:
 
 
 def _started(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> dict[str, Any]:
-    """Return the state of a parameter, which is 0 before the first step."""
+    """Return the state of a parameter, initialised with 0 before the first step."""
     if parameter not in optimizer.state:
-        if hasattr(optimizer, "_new_buffer"):  # torchao's, as its step does
+        if hasattr(optimizer, "_new_buffer"):  # torchao initialises its state this way
             moments = {name: optimizer._new_buffer(parameter, name == "exp_avg") for name in MOMENTS}
             optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
         else:
@@ -88,8 +88,8 @@ def _started(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) ->
 
 
 def optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state of AdamW by name; before the first step it is 0, where torch would take a step to make one."""
-    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+    """Return the state of AdamW by name, 0 before the first step (torch would take a step to initialise it)."""
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         _started(optimizer, parameter)
     return get_optimizer_state_dict(model, optimizer)
 
@@ -97,7 +97,7 @@ def optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
 def lr_factor(step: int, *, shape: str, total_steps: int, warmup_steps: int, min_ratio: float) -> float:
     """Return the fraction of the peak learning rate after `step` steps.
 
-    Warmup rises linearly from above 0; `linear` and `cosine` then fall to `min_ratio` at `total_steps` and stay there.
+    Warmup rises linearly from above 0; `linear` and `cosine` then decay to `min_ratio` at `total_steps`.
     """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
@@ -132,7 +132,7 @@ class LRSchedule:
         )
         self.lr = self._config.lr * factor
         for group in self._optimizer.param_groups:
-            if isinstance(group["lr"], torch.Tensor):  # what torchao compiles must not change with it
+            if isinstance(group["lr"], torch.Tensor):  # a float would make torchao recompile
                 group["lr"].fill_(self.lr)
             else:
                 group["lr"] = self.lr

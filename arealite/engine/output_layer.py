@@ -1,7 +1,6 @@
-"""What a loss function gets instead of logits: hidden states, the output layer, and what the model does after it.
-Of a sequence classifier of one label (a critic, a reward model) it gets the values.
+"""Arguments of loss functions: lazy logits from hidden states and the output layer, or the values of a classifier.
 
-A model whose logits are something else than `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)` is refused.
+Logits must be `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)`; other models are refused.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from arealite.algorithms.logprobs import LazyLogits
 from arealite.engine.vision import decoder_states
 from arealite.utils.images import sees_images
 
-_SMALL, _LARGE = 2.0**-20, 1e30  # a soft cap leaves the first as it is, and makes itself of the second
+_SMALL, _LARGE = 2.0**-20, 1e30  # a soft cap keeps the first and maps the second to the cap
 
 
 def return_hidden_states(model: PreTrainedModel) -> None:
-    """Let the model return hidden states `[1, N, H]` instead of logits; to be called before it is sharded.
+    """Make the model return hidden states `[1, N, H]` instead of logits; call it before sharding.
 
-    Its parameters in no layer stay gathered until the backward pass has run, the output layer's weight among them.
+    Parameters outside of the layers, such as the output layer's weight, stay gathered until the backward pass is over.
     """
     if sees_images(model.config):
         model.forward = functools.partial(decoder_states, model)
@@ -38,20 +37,20 @@ def _hidden_states(decoder: torch.nn.Module, **inputs: Any) -> torch.Tensor:
 
 
 def logits_of(model: PreTrainedModel) -> Callable[[torch.Tensor], LazyLogits]:
-    """Return the function that makes logits of hidden states `[N, H]`; to be called before `return_hidden_states`."""
+    """Return the function from hidden states `[N, H]` to logits; call it before `return_hidden_states`."""
     scale, softcap = _probe(model)
     layer = model.get_output_embeddings()
     return lambda hidden_NH: LazyLogits(hidden_NH, layer.weight, layer.bias, scale, softcap)
 
 
 def values_of(model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the function that makes float32 values `[N]` of hidden states `[N, H]`."""
+    """Return the function from hidden states `[N, H]` to float32 values `[N]`."""
     layer = model.get_submodule("score")
     return lambda hidden_NH: (hidden_NH.float() @ layer.weight.float().T).squeeze(-1)
 
 
 def _probe(model: PreTrainedModel) -> tuple[float, float | None]:
-    """Return scale and soft cap of the logits: measured, because every model has its own name for them."""
+    """Measure scale and soft cap of the logits; every model has different names for them."""
     layer, decoder = model.get_output_embeddings(), model.get_decoder()
     hidden = torch.linspace(-1.0, 1.0, layer.in_features)[None, None]
     raw = torch.linspace(-100.0, 100.0, layer.out_features)[None, None].clone()
@@ -80,7 +79,7 @@ def _probe(model: PreTrainedModel) -> tuple[float, float | None]:
 
 
 class _Outputs(BaseModelOutput):
-    """Outputs of any decoder, of which there are only the hidden states; models unpack them as a mapping, too."""
+    """Outputs of any decoder with only hidden states; some models unpack them as a mapping."""
 
     def __getattr__(self, name: str) -> None:
         return None

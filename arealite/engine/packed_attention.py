@@ -1,8 +1,8 @@
-"""Exact causal attention over packed sequences by torch, as attention implementations of transformers; their choice.
+"""Exact causal attention over packed sequences, as attention implementations of transformers, and their selection.
 
-Each sequence of a packed row attends only to itself. Models whose layers mix tokens in another way (chunked or linear
-attention, sinks, soft-capped scores) are refused. A compiled layer gets the bounds of sequences as a tensor: a list
-would be compiled anew for every number of them.
+Each sequence of a packed row attends only to itself. Models that mix tokens differently (chunked or linear attention,
+sinks, soft-capped scores) are refused. A compiled layer gets the sequence bounds as a tensor: a list would recompile
+for every number of sequences.
 """
 
 # H heads, K key/value heads, N packed tokens, L tokens of one sequence, S sequences, D head size
@@ -28,11 +28,11 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
 _HALF = (torch.bfloat16, torch.float16)
 _SHARES_KEYS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-"""What lets queries share keys since torch 2.12; before, the kernel does without being told."""
+"""The option for grouped keys since torch 2.12; older kernels group keys without it."""
 
 
 def pick_attention(attn_impl: str | None, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
-    """Return the configured attention, else the fastest that runs on the device, and why it is that one."""
+    """Return the configured attention, else the fastest that runs on the device, and the reason."""
     if attn_impl == PACKED_VARLEN and not _has_varlen(device, dtype):
         raise ConfigError(
             f"attn_impl {PACKED_VARLEN} must have a GPU of compute capability 8.0 and dtype bfloat16: got "
@@ -58,13 +58,13 @@ def _has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def sequence_bounds(attention: str, lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
-    """Return the arguments of a model's forward by which an attention knows sequences of these `lengths`.
+    """Return the keyword arguments of a model's forward that describe sequences of these `lengths` to an attention.
 
-    Other attentions of transformers infer them from `position_ids`.
+    Other attention implementations of transformers infer sequences from `position_ids`.
     """
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     if attention == PACKED_SDPA:
-        return {"cu_seqlens": bounds}  # on the host, which splits
+        return {"cu_seqlens": bounds}  # on the CPU, where it splits tensors
     bounds, longest = on_device(bounds, device), max(lengths)
     if attention == PACKED_VARLEN:
         return {"cu_seqlens": bounds, "max_length": longest}
@@ -106,7 +106,7 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None,
     length, groups = q.shape[2], q.shape[1] // k.shape[1]
     mask = None if window is None or window >= length else _window_mask(length, window, q.device)
     if groups > 1 and q.is_cuda and (mask is not None or q.dtype not in _HALF):
-        # No fused kernel of CUDA shares keys here: torch would write the scores [H, L, L].
+        # No fused CUDA kernel groups keys in this case: torch would materialise the scores [H, L, L].
         k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=groups > 1, **options
@@ -137,8 +137,8 @@ def packed_varlen(
             f"attention dropout must be 0 with attn_impl {PACKED_VARLEN}: got {dropout}. Set disable_dropout: true, or "
             f"attn_impl: {PACKED_SDPA}."
         )
-    q, k, v = (one[0].transpose(0, 1) for one in (query, key, value))
-    before = -1 if sliding_window is None else sliding_window - 1  # tokens that one sees beside itself
+    q, k, v = (heads[0].transpose(0, 1) for heads in (query, key, value))
+    before = -1 if sliding_window is None else sliding_window - 1  # tokens before the current one
     output: Any = varlen_attn(
         *(q, k, v, cu_seqlens, cu_seqlens, max_length, max_length),
         scale=scaling,
@@ -149,7 +149,7 @@ def packed_varlen(
 
 
 def _require_plain(module: torch.nn.Module, arguments: dict[str, Any]) -> None:
-    """Refuse attention with terms that these kernels lack."""
+    """Refuse attention with terms that these kernels do not support."""
     unsupported = [name for name in UNSUPPORTED_ARGUMENTS if arguments.get(name) is not None]
     if unsupported:
         raise ValueError(
@@ -159,16 +159,16 @@ def _require_plain(module: torch.nn.Module, arguments: dict[str, Any]) -> None:
 
 
 def _window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """Let a token see itself and the `window - 1` before it."""
+    """Return the mask of tokens that attend to themselves and the `window - 1` tokens before."""
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
 def check_packable(model: PreTrainedModel) -> None:
-    """Refuse models in which the rows packed with it change a row, or later tokens an earlier one."""
+    """Refuse models in which a row depends on rows packed with it, or a token on later tokens."""
     config = model.config.get_text_config()
     require_fixed_rope(config)
     others = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
-    layers = model.get_decoder() if sees_images(model.config) else model  # images attend within themselves
+    layers = model.get_decoder() if sees_images(model.config) else model  # vision towers are not causal
     if getattr(config, "is_decoder", None) is False and any(
         getattr(module, "is_causal", None) is False for module in layers.modules()
     ):

@@ -1,6 +1,7 @@
-"""How a model is sharded with FSDP2, and how its layers run: recomputed, offloaded, compiled.
+"""Sharding with FSDP2, and options of layers: recomputed, offloaded, compiled.
 
-Every transformer layer is gathered by itself, and what is in no layer (embeddings, last norm, output layer) together.
+Each transformer layer is gathered separately; parameters outside of layers (embeddings, last norm, output layer) are
+gathered together.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from arealite.utils.images import sees_images
 def shard(model: PreTrainedModel, config: TrainEngineConfig, device: torch.device) -> None:
     """Prepare the layers of a model on the meta device to run as configured, and shard it over all ranks."""
     layers = _layers_to_wrap(model, config)
-    compiled = {*(model.get_decoder() if sees_images(model.config) else model).modules()}  # towers loop over images
+    compiled = {
+        *(model.get_decoder() if sees_images(model.config) else model).modules()
+    }  # vision towers loop over images
     for layer in layers:
         if config.torch_compile and layer in compiled:
             layer.forward = torch.compile(layer.forward, dynamic=True)
@@ -36,7 +39,7 @@ def shard(model: PreTrainedModel, config: TrainEngineConfig, device: torch.devic
     if config.fsdp.offload_params:
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     dtype, reduce_dtype = getattr(torch, config.dtype), getattr(torch, config.grad_reduce_dtype)
-    outer_dtype = torch.float32 if config.cast_lm_head_to_fp32 else dtype  # layers cast what embeddings give them
+    outer_dtype = torch.float32 if config.cast_lm_head_to_fp32 else dtype  # layers cast their inputs
     mesh = _mesh(config.fsdp, device)
     for module in (*layers, model):
         precision = MixedPrecisionPolicy(outer_dtype if module is model else dtype, reduce_dtype)
@@ -44,7 +47,7 @@ def shard(model: PreTrainedModel, config: TrainEngineConfig, device: torch.devic
 
 
 def _mesh(config: FSDPEngineConfig, device: torch.device) -> DeviceMesh:
-    """Return all ranks in a row, or the copies of the model times the ranks that share one."""
+    """Return a mesh of all ranks, or of replicas times the ranks of a replica."""
     num_ranks, num_copies = dist.get_world_size(), config.dp_replicate
     if num_ranks % num_copies:
         raise ConfigError(
@@ -58,7 +61,7 @@ def _mesh(config: FSDPEngineConfig, device: torch.device) -> DeviceMesh:
 
 
 def _layers_to_wrap(model: PreTrainedModel, config: TrainEngineConfig) -> list[torch.nn.Module]:
-    """Return the modules to shard one by one: those of the configured classes, else of those the model declares."""
+    """Return the modules to shard separately: of the configured classes, else of those that the model declares."""
     policy = config.fsdp.wrap_policy
     names = set(model._no_split_modules or ())
     if policy is not None and policy.transformer_layer_cls_to_wrap is not None:
@@ -75,9 +78,9 @@ def _layers_to_wrap(model: PreTrainedModel, config: TrainEngineConfig) -> list[t
 def _recomputed(
     layer: torch.nn.Module, forward: Callable[..., Any], pins: bool | None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a layer; in training keep only its input and recompute its activations in the backward pass.
+    """Run a layer; in training, keep only its input and recompute activations in the backward pass.
 
-    The input is kept on the host, in pinned memory or not, unless `pins` is None.
+    The input is offloaded to the host, in pinned memory if `pins`; it stays on the device if `pins` is None.
     """
     if not (layer.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
@@ -88,7 +91,7 @@ def _recomputed(
 
 
 def disable_dropout(model: PreTrainedModel) -> None:
-    """Set every dropout to 0, also those that a module passes to a function."""
+    """Set every dropout probability to 0, also those that a module passes to a function."""
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, float) and ("drop" in name or isinstance(module, torch.nn.Dropout)):

@@ -1,7 +1,7 @@
-"""Models that see images, in training: what a packed micro-batch gives their decoder instead of token ids.
+"""Vision models in training: the decoder inputs of a packed micro-batch.
 
-Invariant: every micro-batch of every rank runs the vision tower, whose layers gather weights and reduce gradients on
-all ranks at once. One without images gets a placeholder with an empty image as a sequence of its own, which is dropped.
+Invariant: every micro-batch of every rank runs the vision tower, because its layers are collectives over all ranks. A
+micro-batch without images gets an extra sequence with an empty image, which is dropped.
 """
 
 # I images, P patches, N packed tokens, H hidden size
@@ -17,7 +17,7 @@ from arealite.utils.images import placeholder_mask, rope_positions
 
 
 def attention_of_parts(attention: str) -> str | dict[str, str]:
-    """Return the attention of each part: images attend within windows of their own, not within packed sequences."""
+    """Return the attention of each part: images attend within their windows, not within packed sequences."""
     return {"": attention, "text_config": attention, "vision_config": "sdpa"} if attention in PACKED else attention
 
 
