@@ -210,6 +210,5 @@ def write_checkpoint(model: PreTrainedModel, state: dict[str, torch.Tensor], pat
     config.dtype = dtype
     config.save_pretrained(path)
     if model.can_generate():
-        model.generation_config.to_json_file(
-            os.path.join(path, "generation_config.json")
-        )  # save_pretrained refuses unusual settings
+        # save_pretrained would refuse unusual settings
+        model.generation_config.to_json_file(os.path.join(path, "generation_config.json"))

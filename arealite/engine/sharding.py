@@ -26,9 +26,7 @@ from arealite.utils.images import sees_images
 def shard(model: PreTrainedModel, config: TrainEngineConfig, device: torch.device) -> None:
     """Prepare the layers of a model on the meta device to run as configured, and shard it over all ranks."""
     layers = _layers_to_wrap(model, config)
-    compiled = {
-        *(model.get_decoder() if sees_images(model.config) else model).modules()
-    }  # vision towers loop over images
+    compiled = {*(model.get_decoder() if sees_images(model.config) else model).modules()}  # towers loop over images
     for layer in layers:
         if config.torch_compile and layer in compiled:
             layer.forward = torch.compile(layer.forward, dynamic=True)
