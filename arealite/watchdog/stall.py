@@ -134,7 +134,8 @@ def _episodes(evidence: Evidence) -> Verdict | None:
             return Verdict(str(process), reason, loop["overdue_s"], advice)
     calls = [(wait, process) for process in evidence.beating for wait in process.waits if wait.on == "reward"]
     for call, caller in sorted(calls, key=lambda item: -item[0].for_s):
-        line = next((f" at {worker.line}" for worker in evidence.processes if worker.pid == call.pid), "")
+        worker = next((process for process in evidence.processes if process.pid == call.pid), None)
+        line = f" at {worker.line}" if worker and worker.line else ""
         advice = "Fix the function, or set rollout.reward_timeout to end such a call."
         reason = f"has not returned{line} (called by {caller})"
         return Verdict(f"{call.what} (pid {call.pid})", reason, call.for_s, advice)

@@ -129,6 +129,8 @@ def test_the_oldest_reward_call_comes_before_episodes():
     verdict = judged(process("trainer-0", FOR_EPISODES, *calls, reports=reports), worker)
     assert verdict.culprit == "reward function r (pid 37)" and verdict.for_s == 30
     assert "at /me/reward.py:9 in r" in verdict.reason
+    stackless = dataclasses.replace(worker, stacks="")
+    assert "None" not in judged(process("trainer-0", FOR_EPISODES, *calls), stackless).reason
 
 
 def test_episodes_of_another_process_than_the_one_that_waits_for_them():
