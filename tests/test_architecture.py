@@ -18,7 +18,7 @@ from arealite.api.config.schema import config_keys
 PACKAGE = Path(__file__).parents[1] / "arealite"
 
 MAY_IMPORT = {
-    "api": {"utils.doc_pages", "utils.network", "utils.stdout"},
+    "api": {"utils.network", "utils.stdout"},
     "utils": set(),
     "chat": {"api", "utils"},
     "planner": {"api", "utils"},

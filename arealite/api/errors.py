@@ -9,8 +9,6 @@ class AReaLiteError(Exception):
 
     kind: str = "workflow"
     """What an episode that fails with it is counted as, in `rollout/failed_<kind>`."""
-    is_explained: bool = False
-    """Whether the page that says more has been named already."""
 
 
 class ConfigError(AReaLiteError, ValueError):

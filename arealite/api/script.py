@@ -1,7 +1,7 @@
 """The user's script as a program: how its uncaught errors are shown, and what it must not do while it is imported.
 
-An error whose message is a sentence of ours is one line, and one more names its page; any other shows the user's own
-lines, innermost first. The launcher keeps the whole traceback in the log of the process.
+An error whose message is a sentence of ours is one line; any other shows the user's own lines, innermost
+first. The launcher keeps the whole traceback in the log of the process.
 """
 
 import contextlib
@@ -14,9 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from arealite.api.errors import AReaLiteError, ConfigError
-from arealite.api.pages import page_of
 from arealite.api.source_lines import SourceLine, lines_of_error, users_line
-from arealite.utils.doc_pages import TROUBLESHOOTING, more
 
 TRACEBACK_VARIABLE = "AREALITE_TRACEBACK"
 """`1` shows uncaught errors as Python does; `log` marks the lines of the whole traceback as `FOR_LOG`."""
@@ -63,12 +61,8 @@ def refuse_import() -> None:
 
 
 def show_refusal(error: Exception, *, name: str = "") -> None:
-    """Print an error that ends a command, and the page that says more."""
-    print("\n".join([f"{name or type(error).__name__}: {error}", *_more(error)]), file=sys.stderr, flush=True)
-
-
-def _more(error: BaseException) -> list[str]:
-    return [] if isinstance(error, AReaLiteError) and error.is_explained else more(page_of(error))
+    """Print an error that ends a command."""
+    print(f"{name or type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -103,7 +97,7 @@ def brief(error: BaseException) -> list[str]:
         error = error.exceptions[0]
     notes = [line for one in (error, error.__cause__) for line in _notes(one)][:_MAX_LINES]  # e.g. of Core's workers
     if is_sentence(error):
-        return [f"{type(error).__name__}: {error}", *notes, *_more(error)]
+        return [f"{type(error).__name__}: {error}", *notes]
     users = users_code(error)
     if not users:
         return []
@@ -116,7 +110,7 @@ def brief(error: BaseException) -> list[str]:
         *notes,
         *users,
         *(f"  after {line}" for line in after),
-        *([_LESS_MEMORY, *more(f"{TROUBLESHOOTING}#out-of-memory")] if is_memory else []),
+        *([_LESS_MEMORY] if is_memory else []),
     ]
 
 

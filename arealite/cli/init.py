@@ -15,7 +15,6 @@ import yaml
 
 from arealite.api.errors import ConfigError
 from arealite.cli.trainers import examples_folder
-from arealite.utils import doc_pages
 
 TEMPLATES = ("rlvr", "multi-turn", "tools", "openai-agent", "sft")
 _MEANS = {
@@ -74,5 +73,11 @@ def _readme(source: Path, name: str, template: str, told: dict[str, Any]) -> str
         learns=told["learns"],
         change=told["change"],
         block="model" if template == "sft" else "actor",
-        where=doc_pages.folder().parent,
+        where=_folder_of_docs(),
     )
+
+
+def _folder_of_docs() -> Path:
+    """Return the folder that holds docs/: the installed package, or the checkout."""
+    package = Path(__file__).parents[1]
+    return package if (package / "docs").is_dir() else package.parent

@@ -18,12 +18,10 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from arealite.api.pages import page_of
 from arealite.generation.engine import GenerationEngine
 from arealite.server.app import Server
 from arealite.server.load import load_server
 from arealite.utils import heartbeat
-from arealite.utils.doc_pages import more
 from arealite.utils.garbage import skip_last_collection
 from arealite.utils.http_server import HttpServer
 from arealite.utils.logging import setup_logging
@@ -58,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = {name: value for name, value in vars(args).items() if name not in ("model_path", "host", "port")}
         engine, server = load_server(args.model_path, **options, secret=secret_of_environment())
     except (ValueError, OSError, ImportError) as error:
-        logger.error("can't serve %s: %s", args.model_path, "\n".join([str(error), *more(page_of(error))]))
+        logger.error("can't serve %s: %s", args.model_path, error)
         return 2
     return asyncio.run(serve(engine, server, args))
 

@@ -1,4 +1,4 @@
-"""Command lines whose errors name the page that says more."""
+"""An argument parser whose usage errors suggest the closest choice."""
 
 import argparse
 import difflib
@@ -6,19 +6,16 @@ import re
 import sys
 from typing import NoReturn
 
-from arealite.utils.doc_pages import TROUBLESHOOTING, more
-
-PAGE = f"{TROUBLESHOOTING}#a-command-line-is-refused"
 _CHOICE = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)$", re.DOTALL)
 
 
 class Parser(argparse.ArgumentParser):
-    """One that ends a usage error with the choice that a word resembles, and with the page."""
+    """Adds the closest choice to a usage error."""
 
     def error(self, message: str) -> NoReturn:
-        """Print what is wrong, and exit with status 2."""
+        """Print the error and exit with status 2."""
         if choice := _CHOICE.search(message):
             near = difflib.get_close_matches(choice[1], re.findall(r"[\w-]+", choice[2]), n=1)
-            message += "".join(f". Did you mean {one}?" for one in near)
+            message += "".join(f". Did you mean {name}?" for name in near)
         self.print_usage(sys.stderr)
-        self.exit(2, "\n".join([f"{self.prog}: error: {message}", *more(PAGE)]) + "\n")
+        self.exit(2, f"{self.prog}: error: {message}\n")

@@ -10,14 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from arealite.utils import doc_pages
-
 REPOSITORY = Path(__file__).parents[2]
-
-
-def more(page: str) -> str:
-    (line,) = doc_pages.more(page)
-    return line
 
 
 def run(folder: Path, body: str, *, mode: str | None = None) -> tuple[list[str], int]:
@@ -31,12 +24,11 @@ def run(folder: Path, body: str, *, mode: str | None = None) -> tuple[list[str],
     return (done.stdout + done.stderr).split("\n")[:-1], done.returncode
 
 
-def test_a_sentence_of_ours_is_one_line_and_another_names_its_page(tmp_path: Path) -> None:
+def test_a_sentence_of_ours_is_one_line(tmp_path: Path) -> None:
     lines, status = run(tmp_path, "load_expr_config(['--config', 'absent.yaml'], SFTConfig)")
     assert status == 1
     assert lines == [
         "ConfigError: --config must name a YAML file: got 'absent.yaml', which does not exist. Correct the path.",
-        more("troubleshooting.md#a-value-is-refused"),
         "(AREALITE_TRACEBACK=1 shows the whole traceback)",
     ]
 
@@ -44,7 +36,7 @@ def test_a_sentence_of_ours_is_one_line_and_another_names_its_page(tmp_path: Pat
 def test_a_sentence_is_one_line_also_of_a_script_that_imports_ray(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     lines, status = run(tmp_path, "import ray\nload_expr_config(['--config', 'absent.yaml'], SFTConfig)")
-    assert (len(lines), lines[0].partition(":")[0], status) == (3, "ConfigError", 1)
+    assert (len(lines), lines[0].partition(":")[0], status) == (2, "ConfigError", 1)
 
 
 def test_another_error_shows_the_users_lines_alone_and_innermost_first(tmp_path: Path) -> None:
@@ -112,12 +104,11 @@ def test_the_end_of_memory_says_what_needs_less(tmp_path: Path, error: str) -> N
     lines, status = run(
         tmp_path, f"try:\n    load_expr_config([], SFTConfig)\nexcept ValueError:\n    pass\nraise {error}"
     )
-    assert status == 1 and len(lines) == 5
+    assert status == 1 and len(lines) == 4
     assert lines[2] == (
         "  memory ran out: lower max_tokens_per_mb in mb_spec, use more ranks, or raise the limit of the process; "
         "`arealite check` estimates the need"
     )
-    assert lines[3] == more("troubleshooting.md#out-of-memory")
 
 
 def test_the_launcher_gets_the_whole_traceback_for_the_log(tmp_path: Path) -> None:
@@ -127,7 +118,6 @@ def test_the_launcher_gets_the_whole_traceback_for_the_log(tmp_path: Path) -> No
     assert marked[-1].startswith("arealite.api.errors.ConfigError: --config must be given")
     assert [line for line in lines if not line.startswith("\x1e")] == [
         marked[-1].removeprefix("arealite.api.errors."),
-        more("troubleshooting.md#a-value-is-refused"),
     ]
 
 

@@ -28,7 +28,6 @@ from arealite.cli.check.model import context_of
 from arealite.cli.main import main
 from arealite.engine.hf_model import build_meta_model
 from arealite.planner.memory import ModelShape
-from arealite.utils import doc_pages
 
 torch.set_num_threads(1)
 CONFIG = f"""
@@ -79,7 +78,7 @@ def check(tmp_path, capsys, monkeypatch):
         arguments = ["--config", str(tmp_path / "config.yaml"), f"{key}={model}", *overrides]
         status = main(["check", str(tmp_path / "entry.py"), *arguments])
         shown = capsys.readouterr()
-        findings = [line for line in shown.out.splitlines() if not line.startswith("  more: ")]  # the way to a file
+        findings = shown.out.splitlines()
         assert max(map(len, findings), default=0) <= 80
         return status, " ".join(shown.out.split()) + shown.err
 
@@ -541,9 +540,8 @@ def test_a_finding_between_checks_is_one_of_the_run(capsys: pytest.CaptureFixtur
     found = Findings(is_brief=True)
     found.add("problem", "the sky must be blue: got grey", "Wait.")
     assert found.summarize()
-    sentence, page = capsys.readouterr().err.splitlines()
+    (sentence,) = capsys.readouterr().err.splitlines()
     assert sentence == "problem: run: the sky must be blue: got grey. Wait."
-    assert [page] == doc_pages.more("troubleshooting.md")
 
 
 @pytest.mark.parametrize(("num_bytes", "shown"), [(3 * 2**18, "MiB 0.750 1.500"), (3 * 2**29, "GiB 1.500 3.000")])

@@ -136,7 +136,6 @@ def test_a_graph_that_can_not_be_is_refused_by_the_launcher_itself(
     given = [str(script), "--config", str(script.parent / "configs" / "sync-sft.yaml"), *words]
     assert local.main([*given, "launcher.preflight=false"]) == 0
     lines = capfd.readouterr().err.splitlines()
-    assert re.fullmatch(r"  more: .*/docs/core\.md:\d+ \(A declared graph\)", lines.pop(2))
     assert lines == [
         "checking what the script declares (launcher.preflight=false skips it)",
         "problem: graph: an input must be made by a call: got los_mask of train. Did you mean loss_mask?",
@@ -150,7 +149,7 @@ def test_a_script_of_a_master_must_have_workers(script: Path, capsys: pytest.Cap
     script.write_text("from arealite.core.workers import Workers\n" + script.read_text())
     assert launched(str(script), refuse, ["--dry-run", "trial_name=t"]) == 2
     told = "workers must be given to a script of a master: got nothing. Add `workers: {}`."
-    assert capsys.readouterr().err.startswith(f"ConfigError: {told}\n  more: ")
+    assert capsys.readouterr().err == f"ConfigError: {told}\n"
     assert launched(str(script), refuse, ["--dry-run", "trial_name=t", "workers={}"]) == 0
 
 
@@ -172,14 +171,14 @@ def test_a_rank_and_help_are_the_scripts_own(script: Path, monkeypatch: pytest.M
 
 def test_what_is_refused(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert launched(str(script), refuse, ["mode=torchrun"]) == 2
-    told = "ConfigError: mode must be local, ray or slurm: got torchrun. Correct it.\n  more: "
-    assert capsys.readouterr().err.startswith(told)
+    told = "ConfigError: mode must be local, ray or slurm: got torchrun. Correct it.\n"
+    assert capsys.readouterr().err == told
     (script.parent / "configs" / "sync-sft.yaml").unlink()
     assert launched(str(script), refuse, ["trial_name=t"]) == 2
     configs = script.parent / "configs"
     assert capsys.readouterr().err.startswith(
         f"ConfigError: --config must be given without {configs / 'main_sync_sft.yaml'} or "
-        f"{configs / 'sync-sft.yaml'}: got no file. Add --config FILE.yaml.\n  more: "
+        f"{configs / 'sync-sft.yaml'}: got no file. Add --config FILE.yaml.\n"
     )
 
 

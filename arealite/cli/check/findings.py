@@ -12,25 +12,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from arealite.api.script import in_one_line
-from arealite.utils.doc_pages import TROUBLESHOOTING, more, page_of_message
 
 Level = Literal["ok", "warning", "problem"]
 _STYLES = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "problem": ("PROBLEM", "bold white on red")}
-PAGES = {
-    "trainer": "trainers.md#a-trainer-of-your-own",
-    "graph": "core.md#a-declared-graph",
-    "processes": f"{TROUBLESHOOTING}#more-devices-than-there-are",
-    "server": "compatibility.md#starting-them",
-    "outputs": "how-to.md#log-to-wb-tensorboard-swanlab-or-trackio",
-    "model": f"{TROUBLESHOOTING}#the-model-is-not-supported",
-    "weights": f"{TROUBLESHOOTING}#the-model-is-not-supported",
-    "tokenizer": f"{TROUBLESHOOTING}#the-model-is-not-supported",
-    "template": "compatibility.md#chat-templates-and-agents",
-    "data": "data-and-rewards.md#keys-of-train_dataset-and-valid_dataset",
-    "reward": "data-and-rewards.md#data-and-a-reward",
-    "memory": "one-gpu.md#does-it-fit",
-}
-"""The page of each topic, for problems that the one on troubleshooting does not quote."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -54,7 +38,6 @@ class Findings:
         self.console = Console(highlight=False, quiet=is_brief)
         self.all: list[Finding] = []
         self._topic = "run"
-        self._pages: dict[str, None] = {}  # of the problems, in their order
 
     def look(
         self, topic: str, check: Callable[Concatenate[Findings, P], T], *args: P.args, **kwargs: P.kwargs
@@ -71,9 +54,6 @@ class Findings:
     def add(self, level: Level, text: str, fix: str = "") -> None:
         """Print a finding of the check that is being made; between checks, of the run."""
         self.all.append(Finding(level, text, fix))
-        if level == "problem":
-            page = page_of_message(f"{text.rstrip('.')}. {fix}") or PAGES.get(self._topic, TROUBLESHOOTING)
-            self._pages.setdefault(page)
         if self.is_brief and level != "ok":
             end = "" if text.endswith("?") else "."
             told = f"{level}: {self._topic}: {text.rstrip('.')}{end} {fix}"
@@ -86,12 +66,10 @@ class Findings:
         self.console.print(line)
 
     def summarize(self) -> bool:
-        """Print how many problems and warnings there are and the pages on them; return whether there are problems."""
+        """Print the numbers of problems and warnings; return whether there are problems."""
         problems, warnings = (sum(finding.level == level for finding in self.all) for level in ("problem", "warning"))
         told = f"\n{counted(problems, 'problem')}, {counted(warnings, 'warning')}"
         self.console.print(Text(told, style="bold red" if problems else "bold green"))
-        for line in (line for page in self._pages for line in more(page)):
-            print(line, file=sys.stderr if self.is_brief else sys.stdout, flush=True)
         return problems > 0
 
 

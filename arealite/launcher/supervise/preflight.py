@@ -48,9 +48,7 @@ def preflight(run: Run, *, is_dry_run: bool = False, is_here: bool = False) -> N
     if status == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if status == _PROBLEMS:
-        refusal = ConfigError("the problems above must be solved: nothing was started.")
-        refusal.is_explained = True
-        raise refusal
+        raise ConfigError("the problems above must be solved: nothing was started.")
     if status != 0:
         told = "nothing was checked" if is_dry_run else "the run starts without it"
         print(f"the check {end}: {told}", file=sys.stderr, flush=True)

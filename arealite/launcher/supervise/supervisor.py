@@ -24,7 +24,6 @@ from arealite.launcher.plan.plan import Placement, Run, setup_timeout_s, trains
 from arealite.launcher.plan.servers import foreign_servers
 from arealite.launcher.supervise.console import Console, Output
 from arealite.utils import trace
-from arealite.utils.doc_pages import TROUBLESHOOTING, more
 from arealite.utils.environment import REGISTRY_VARIABLE, SECRET_VARIABLE, SERVER_ADDRS_VARIABLE
 from arealite.utils.files import read_jsonl
 from arealite.utils.heartbeat import FOLDER_VARIABLE, NAME_VARIABLE, PERIOD_S
@@ -37,12 +36,6 @@ CONFIG_FAILED = 2
 SERVER_FAILED = 3
 STALLED = 4
 NODE_LOST = 5
-_PAGES = {
-    SERVER_FAILED: f"{TROUBLESHOOTING}#servers-do-not-become-ready",
-    STALLED: "stalls.md",
-    NODE_LOST: "cluster.md",
-}
-_KILLED = f"{TROUBLESHOOTING}#a-process-is-killed"
 _NO_MEMORY = "memory ran out (the node's, or what its container or job may use)"
 _GRACE_S = 5.0
 _CLEAN_UP_S = 15.0
@@ -76,14 +69,6 @@ class ExitReason:
     def is_refusal(self) -> bool:
         """Whether the program said that it can't run as it is, so that starting it again would end alike."""
         return self.output is not None and any(_REFUSAL.match(line) for line in self.output.tail)
-
-    @property
-    def page(self) -> str:
-        """Which page says more; empty where the program's own last words do."""
-        if _NO_MEMORY in self.reason:
-            return f"{TROUBLESHOOTING}#out-of-memory"
-        is_killed = self.output is not None and self.status > 128
-        return _PAGES.get(self.status, _KILLED if is_killed else "")
 
     @property
     def is_consequence(self) -> bool:
@@ -151,9 +136,6 @@ class Supervisor:
                 for line in output.unseen:
                     self._console.line(f"    {line}")
                 self._say(f"the whole log of {output.name}: {output.path}")
-            if not (output and any(line.startswith("  more: ") for line in output.tail)):
-                for line in more(reason.page):
-                    self._say(line.strip())
             if self._signal.done() and self._plan.trainers:
                 self._say_what_is_kept()
         finally:

@@ -342,12 +342,7 @@ def test_refusals_come_before_the_server_starts(serve: Callable[..., Serve], out
         for message, one in flags.items():
             assert one.end() == REFUSED, one.lines
             assert one.lines[0].startswith("arealite.api.errors.ConfigError: "), one.lines
-            (page,) = one.lines[1:]
-            named = r"troubleshooting\.md:\d+ \(A port is in use"
-            if "free address" not in message:
-                named = r"compatibility\.md:\d+ \(Starting them"
-            assert re.fullmatch(rf"  more: .*/docs/{named}\)\n", page)
-            assert message in one.lines[0]
+            assert len(one.lines) == 1 and message in one.lines[0]
 
 
 def test_without_a_run_it_only_serves() -> None:
