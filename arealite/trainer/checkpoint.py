@@ -1,7 +1,7 @@
-"""Folders of recovery checkpoints as files: sealed by a manifest, published whole, verified, pruned.
+"""Folders of recovery checkpoints: sealed by a manifest, published atomically, verified, pruned.
 
-A folder `step_<N>` appears by one rename, after all of it is on the disk. Its `manifest.json` has the size and SHA-256
-of every other file and of its own contents, so it detects files that are missing, truncated or changed.
+A folder `step_<N>` appears by one rename, once all of it is on disk. Its `manifest.json` has the size and SHA-256 of
+every other file and of its own contents, so it detects missing, truncated and changed files.
 """
 
 import hashlib
@@ -22,11 +22,11 @@ T = TypeVar("T")
 logger = logging.getLogger("arealite.recover")
 
 MANIFEST = "manifest.json"
-RETRIES_S = (1.0, 5.0, 15.0)  # pauses after errors of reading
+RETRIES_S = (1.0, 5.0, 15.0)  # pauses between attempts to read
 
 
 def publish(unfinished: Path, path: Path, files: Mapping[str, FileEntry]) -> None:
-    """Seal a folder whose files are on the disk, and give it its final name, in place of an existing one."""
+    """Seal a folder whose files are on disk, and rename it to `path`, replacing an existing folder."""
     (unfinished / MANIFEST).write_bytes(_render(files))
     sync(unfinished / MANIFEST)
     sync(unfinished)
@@ -35,9 +35,9 @@ def publish(unfinished: Path, path: Path, files: Mapping[str, FileEntry]) -> Non
 
 
 def find_damage(folder: Path) -> str | None:
-    """Return what is wrong with a checkpoint; None if it is whole. CheckpointError if that can't be read."""
+    """Return the damage of a checkpoint, None if it is complete; CheckpointError if it can't be read."""
     try:
-        if (folder / MANIFEST).is_fifo():  # would be read for ever
+        if (folder / MANIFEST).is_fifo():  # reading it would block
             return f"{MANIFEST} is no file"
         raw = _read(folder / MANIFEST, Path.read_bytes)
         files: dict[str, FileEntry] = json.loads(raw)["files"]
@@ -48,8 +48,8 @@ def find_damage(folder: Path) -> str | None:
     except (ValueError, KeyError, TypeError, RecursionError):
         return f"{MANIFEST} is cut off or was changed"
     with ThreadPoolExecutor() as threads:
-        found = threads.map(lambda item: _file_damage(folder, *item), files.items())
-        return next(filter(None, found), None)
+        damages = threads.map(lambda item: _file_damage(folder, *item), files.items())
+        return next(filter(None, damages), None)
 
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
@@ -58,7 +58,7 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def prune(folder: Path, *, keep_last: int, scores: Mapping[int, float]) -> None:
-    """Remove all but the newest checkpoints and the one with the highest score (of equal ones the oldest)."""
+    """Remove all but the newest checkpoints and the one with the highest score, the oldest among equal scores."""
     known = checkpoints(folder)
     best = max((step for step, _ in known if step in scores), key=lambda step: (scores[step], -step), default=None)
     kept = {step for step, _ in known[:keep_last]} | {best}
@@ -88,7 +88,7 @@ def _file_damage(folder: Path, name: str, expected: FileEntry) -> str | None:
 
 
 def _read(path: Path, read: Callable[[Path], T]) -> T:
-    """Return what `read` makes of a file, after an error (a network disk has them) as soon as it can."""
+    """Return `read(path)`, with retries after transient errors of network disks."""
     for pause_s in RETRIES_S:
         try:
             return read(path)
@@ -104,6 +104,6 @@ def _read(path: Path, read: Callable[[Path], T]) -> T:
 
 
 def _render(files: Mapping[str, FileEntry]) -> bytes:
-    """Return the canonical bytes of a manifest, so that a change of any byte is detected."""
+    """Return the canonical bytes of a manifest, in which any changed byte is detected."""
     digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
     return json.dumps({"files": files, "sha256": digest}, sort_keys=True, indent=1).encode()

@@ -1,10 +1,10 @@
-"""Evaluates a model on a data set: servers' samples are kept in the run folder as they come, and measured from there.
+"""Evaluates a model on a data set: samples are stored in the run folder as they arrive, and measured from there.
 
-`rollouts/greedy` and `rollouts/sampled` have the rows, as in training. Invariants: a prompt whose samples are kept is
-not asked again by the same command; one version of the weights has sampled them all.
+`rollouts/greedy` and `rollouts/sampled` have the rows, as in training. Invariants: a prompt with stored samples is not
+sampled again by the same command; all samples are of one version of the weights.
 """
 
-# R samples, each a run of the workflow, P prompts
+# R samples (runs of the workflow), P prompts
 
 import copy
 import itertools
@@ -39,13 +39,13 @@ logger = logging.getLogger("arealite.evaluation")
 
 _LOCK_TIMEOUT_S = 5.0
 _ASKED = ("seed", "model", "tokenizer_path", "valid_dataset", "reward", "gconfig", "eval_gconfig")
-"""Keys that say what is asked; samples that were kept under others are moved aside."""
-_KEPT_EVERY_S = 5.0  # what a killed command has sampled in this time is asked again
-_EPOCHS = {"greedy": 0, "sampled": 1}  # of prompt ids, so that every prompt has a seed for each
+"""Keys that define the evaluation; samples stored under other values are moved aside."""
+_STORE_EVERY_S = 5.0  # a killed command repeats the samples of this time
+_EPOCHS = {"greedy": 0, "sampled": 1}  # epochs of prompt ids: each prompt has a seed per mode
 
 
 class Evaluation:
-    """The samples of an evaluation; as a context it holds the run folder, and obeys an order to stop."""
+    """The samples of an evaluation. As a context it locks the run folder, and stops on a signal."""
 
     def __init__(self, config: EvalConfig, dataset: Sequence[Row]) -> None:
         self._config, self._dataset = config, dataset
@@ -53,10 +53,10 @@ class Evaluation:
         self._group_sizes = {"greedy": 1, "sampled": config.gconfig.n_samples}
         self._held = ExitStack()
         self.solved: list[int] = []
-        """How many prompts have 0, 1, .. right ones among their samples; empty where rewards are not 0 and 1."""
+        """Number of prompts with 0, 1, ... correct samples; empty unless rewards are 0 or 1."""
 
     def __enter__(self) -> Self:
-        """Lock the run folder, and move aside what is not of this evaluation."""
+        """Lock the run folder, and move the samples of another evaluation aside."""
         self._held.enter_context(file_lock(self._run.trainer_lock, timeout_s=_LOCK_TIMEOUT_S))
         with reading(self._run.config, yaml.YAMLError):
             then = require_object(yaml.safe_load(self._run.config.read_text())) if self._run.config.exists() else {}
@@ -72,7 +72,7 @@ class Evaluation:
         self._held.close()
 
     def run(self, name: str, rollout: RemoteInferenceEngine, workflow: RolloutWorkflow) -> dict[str, float]:
-        """Let servers answer the prompts that lack samples called `name` (greedy or sampled); return metrics of all."""
+        """Sample the prompts without stored samples of mode `name` (greedy or sampled); return metrics of all."""
         path, size = self._run.rollouts / name, self._group_sizes[name]
         done = {group[0]["prompt_id"] for group in _groups(path, size)}
         prompts = [{**row, "prompt_id": PromptId(_EPOCHS[name], i)} for i, row in enumerate(self._dataset)]
@@ -95,7 +95,7 @@ class Evaluation:
 
     @contextmanager
     def _keeping(self, name: str) -> Iterator[Keep]:
-        """Yield what stores an episode: with those of the last seconds, as a file of its own would cost too much."""
+        """Yield the function that stores episodes, in files of a few seconds each."""
         waiting: list[Episode] = []
         written_s = -math.inf
 
@@ -107,9 +107,9 @@ class Evaluation:
         def keep(episode: Episode) -> None:
             nonlocal written_s
             kept = copy.copy(episode)
-            kept.trajectory = episode.trajectory.exclude("kept_ids", "kept_counts")  # for ratios, which nobody needs
+            kept.trajectory = episode.trajectory.exclude("kept_ids", "kept_counts")  # evaluations compute no ratios
             waiting.append(kept)
-            if time.monotonic() - written_s > _KEPT_EVERY_S:
+            if time.monotonic() - written_s > _STORE_EVERY_S:
                 store()
                 written_s = time.monotonic()
 
@@ -120,7 +120,7 @@ class Evaluation:
             self._store.flush()
 
     def _compare_models(self, rollout: RemoteInferenceEngine) -> None:
-        """Warn of servers that say they have loaded another model than the one whose tokenizer we use."""
+        """Warn about servers that report another model than the configured one."""
         path = self._config.model.path
         for server in rollout.servers.servers:
             if server.facts.model is not None and Path(server.facts.model).name != Path(path).name:
@@ -144,7 +144,7 @@ class Evaluation:
                 f"an evaluation must use one version of the weights: got {sorted(versions)} in {path}. Use servers "
                 "that nobody trains, and another trial_name."
             )
-        # Sums do not depend on who was answered first.
+        # Sort, so that sums do not depend on the order of completions.
         samples = [sample for _, of_group in sorted(measured.items()) for sample in of_group]
         rewards_R = [reward for reward, _ in samples]
         keys = samples[0][1].keys()
@@ -163,7 +163,7 @@ class Evaluation:
 
 
 def _groups(path: Path, size: int) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows of each prompt, and hold them to what was asked."""
+    """Yield the rows of each prompt; FileError if their samples are incomplete."""
     for prompt_id, rows in itertools.groupby(read_rows(path), key=lambda row: row["prompt_id"]):
         group = list(rows)
         if [row["row"] for row in group] != list(range(group[0]["num_rows"])) or len(_samples(group)) != size:
@@ -183,7 +183,7 @@ def _samples(group: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
 
 
 def _numbers(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the metrics of one sample: the mean of its rows' own, and whether one was cut off, if they tell."""
+    """Return the metrics of a sample: means over its rows, and truncated_ratio if its rows have `no_eos`."""
     own = [key for key, value in rows[0]["more"].items() if not isinstance(value, list)]
     numbers = {key: sum(row["more"][key] for row in rows) / len(rows) for key in own if key not in KEYS_OF_ROWS}
     numbers["completion_tokens"] = sum(sum(row["loss_mask"]) for row in rows)

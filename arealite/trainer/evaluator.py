@@ -11,9 +11,9 @@ from arealite.utils.frequency import Frequency
 
 
 class Evaluator(Frequency):
-    """Decides when to evaluate, and evaluates. Every rank calls it once per step.
+    """Evaluates at intervals. Every rank calls it once per step.
 
-    With any trigger set the first call is due, so that a run records where it started.
+    With any trigger set the first call is due, which records the accuracy before training.
     """
 
     def __init__(
@@ -23,7 +23,7 @@ class Evaluator(Frequency):
         valid_dataset: Sequence[dict[str, Any]] | None,
         workflow: RolloutWorkflow,
     ) -> None:
-        """Without a data set nothing is ever due."""
+        """Without a data set it never evaluates."""
         super().__init__(config, ft_spec.steps_per_epoch, is_first_due=True)
         self._valid_dataset = valid_dataset
         self._workflow = workflow
@@ -31,8 +31,8 @@ class Evaluator(Frequency):
     def evaluate(self, rollout: InferenceEngine, step: int, *, force: bool = False) -> dict[str, float] | None:
         """Evaluate the weights after `step` updates if due or forced (collective).
 
-        Returns the metrics of `evaluate_batch` as `eval/<name>`. Call it at the top of the loop, so that row N has the
-        accuracy of the weights that step N started from, and forced after the loop.
+        Returns the metrics of `evaluate_batch` as `eval/<name>`. Call it at the top of the loop, where row N gets the
+        accuracy of the weights before step N, and with `force` after the loop.
         """
         if self._valid_dataset is None or not self.check(force=force):
             return None

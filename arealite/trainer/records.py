@@ -1,4 +1,4 @@
-"""Records of a run's steps: their configs and metrics. A run that resumes drops those of steps it redoes."""
+"""Configs and metrics of a run's steps. A resumed run drops the records of repeated steps."""
 
 from pathlib import Path
 
@@ -7,16 +7,16 @@ from arealite.utils.files import keep_rows, reading, write_atomically
 
 
 def config_of_step(run: RunFolder, step: int) -> Path:
-    """Return the file with the config under which a step was trained: `config.yaml`, or that of an earlier process.
+    """Return the config file of a step: `config.yaml`, or the file of an earlier process.
 
-    `config_until_<S>.yaml` holds that of the steps before S, when a run resumed from a checkpoint with another one.
+    `config_until_<S>.yaml` is the config of the steps before S, if the run resumed at S with another config.
     """
     earlier = numbered(run.path, "config_until_", ".yaml")
     return next((path for end, path in earlier.items() if end > step), run.config)
 
 
 def write_config(run: RunFolder, text: str, *, start_step: int) -> None:
-    """Write the config of the steps from `start_step` on, and keep a different one of the steps before."""
+    """Write the config of the steps from `start_step` on, and keep a different config of earlier steps."""
     earlier = config_of_step(run, start_step - 1)
     with reading(earlier):
         before = earlier.read_text(encoding="utf-8") if start_step > 0 and earlier.exists() else text
@@ -29,9 +29,9 @@ def write_config(run: RunFolder, text: str, *, start_step: int) -> None:
 
 
 def undo_from(run: RunFolder, step: int) -> None:
-    """Drop metrics and summaries from step `step` on; those steps will be redone.
+    """Drop metrics and summaries from step `step` on, because these steps are repeated.
 
-    Rollouts belong to the rollout engine, checkpoints to `recover`.
+    The rollout engine drops rollouts, `recover` checkpoints.
     """
     keep_rows(run.metrics, "step", before=step)
     for path in (run.summary, run.report):

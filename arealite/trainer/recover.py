@@ -1,8 +1,8 @@
-"""Checkpoints from which an interrupted run resumes as if nothing had happened, `<run>/recover/step_<N>`.
+"""Checkpoints from which an interrupted run resumes exactly, `<run>/recover/step_<N>`.
 
-A checkpoint holds all that the steps after N depend on: `actor/` what the ranks of that engine write, and so on, and
-`state.json` the rest. `save` has it copied to memory, and a thread writes it during the next steps. Invariants: a
-published checkpoint is whole (see `checkpoint`), and a failed write stops the run.
+A checkpoint has everything that the steps after N depend on: a folder per engine, such as `actor/`, written by its
+ranks, and `state.json`. `save` copies the state to memory, and a thread writes it during the next steps. Invariants: a
+published checkpoint is complete (see `checkpoint`), and a failed write stops the run.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from arealite.utils.sentences import listed
 logger = logging.getLogger("arealite.recover")
 
 _FACTS = "state.json"
-_FORMAT = 3  # of checkpoints; it changes when their contents do
+_FORMAT = 3  # increase it when the contents of checkpoints change
 
-LOCK_TIMEOUT_S = 120.0  # for a killed predecessor to end; a file server keeps the lock of a dead node for 90 s
-_FAILED_RANK_WRITE_TIMEOUT_S = 60.0  # of the write under way when this rank has failed and should end
+LOCK_TIMEOUT_S = 120.0  # a file server keeps the lock of a dead node for 90 s
+_FAILED_RANK_WRITE_TIMEOUT_S = 60.0  # wait for the current write after this rank has failed
 
 
 class Recover:
-    """Finds the checkpoint to resume from, and saves new ones. Every rank calls every method.
+    """Finds the checkpoint to resume from, and saves new checkpoints. Every rank calls every method.
 
     Create it before anything writes into the run folder: it locks the folder, and moves an earlier run aside unless
-    this run resumes from it.
+    this run resumes it.
     """
 
     def __init__(self, config: RecoverConfig, ft_spec: FinetuneSpec) -> None:
@@ -78,38 +78,38 @@ class Recover:
         *,
         rollout: InferenceEngine | None = None,
         clocks: Mapping[str, Stateful] | None = None,
-        **others: FSDPEngine | None,
+        **engines: FSDPEngine | None,
     ) -> int:
-        """Restore all objects from the checkpoint and return the first step to do, 0 without one.
+        """Restore all objects from the checkpoint and return the next step, 0 without a checkpoint.
 
-        Call it before the first episode starts. `save` writes the state of the same objects: tensors of the engines
-        (`others` that train, e.g. `critic=`), plain data of the rest.
+        Call it before the first episode starts. `save` writes the state of the same objects: the tensors of the engines
+        (`engines` are further trained engines, e.g. `critic=`) and plain data of the others.
         """
         self._engine, self._rollout = engine, rollout
-        self._engines = {"model" if rollout is None else "actor": engine}  # as their blocks of the config are called
-        assert self._engines.keys().isdisjoint(others), f"{[*others]} must not have the name of the first engine"
-        self._engines |= {name: other for name, other in others.items() if other is not None}
+        self._engines = {"model" if rollout is None else "actor": engine}  # names of config blocks
+        assert self._engines.keys().isdisjoint(engines), f"{[*engines]} must not have the name of the first engine"
+        self._engines |= {name: extra for name, extra in engines.items() if extra is not None}
         self._parts: dict[str, Stateful] = {"dataloader": dataloader, "recover": self._frequency, **(clocks or {})}
         if rollout is not None:
             self._parts["rollout"] = rollout
-        found = distributed.from_rank_0(self._found)
+        path = distributed.from_rank_0(self._found)
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=WRITE_TIMEOUT_S))
-        if found is None:
+        if path is None:
             return 0
-        step = self._read(found)
+        step = self._read(path)
         if distributed.global_rank() == 0:
-            for path in _undone(self._folder, step):  # newer than this one, and damaged
-                path.rename(aside(path, "damaged"))
-            for path in _undone(self._run.checkpoints, step):
-                checkpoint.remove(path)
-            print(f"resuming after step {step} from {found}", flush=True)
+            for newer in _undone(self._folder, step):  # damaged
+                newer.rename(aside(newer, "damaged"))
+            for newer in _undone(self._run.checkpoints, step):
+                checkpoint.remove(newer)
+            print(f"resuming after step {step} from {path}", flush=True)
         return step + 1
 
     def save(self, step: int) -> None:
-        """Start to write a checkpoint after step `step` if one is due; raise if the last one could not be written, and
-        RunStopped on every rank if any was asked to stop (collective).
+        """Start to write a checkpoint after step `step` if one is due (collective).
 
-        With a rollout engine, call it after publish_weights: the ledger knows what was trained on by version.
+        Raises the error of the previous write, and RunStopped on every rank if any rank got a signal to stop. With a
+        rollout engine, call it after publish_weights: the ledger marks trained prompts by version.
         """
         has_ended, continues = distributed.all_reduce_numbers(
             [self._write is None or not self._write.thread.is_alive(), not stop.is_asked()], dist.ReduceOp.MIN
@@ -143,7 +143,7 @@ class Recover:
         return sum(engine.num_changes for engine in self._engines.values())
 
     def _start_write(self, state: _AfterStep) -> None:
-        """Have the tensors, which the next step changes, copied to memory, and all written."""
+        """Copy the tensors to memory, because the next step changes them, and start the write."""
         for engine in self._engines.values():
             engine.keep_state()
         path = self._folder / f"step_{state.facts['step']}"
@@ -155,9 +155,9 @@ class Recover:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Wait for the write under way, release the folder, and raise a failed write unless the run itself failed.
+        """Wait for the current write, release the folder, and raise the error of the write unless the run failed.
 
-        A run that was asked to stop leaves a checkpoint of its last step.
+        A run that was stopped leaves a checkpoint of its last step.
         """
         is_stop = isinstance(error, stop.RunStopped)
         failure = self._finish(WRITE_TIMEOUT_S if error is None or is_stop else _FAILED_RANK_WRITE_TIMEOUT_S)
@@ -186,7 +186,7 @@ class Recover:
             distributed.raise_on_every_rank(self._finish(WRITE_TIMEOUT_S))
 
     def _finish(self, timeout_s: float) -> CheckpointError | None:
-        """Wait for the write under way; report it to the rollout engine, or return the error."""
+        """Wait for the current write; report the checkpoint to the rollout engine, or return the error."""
         write, self._write = self._write, None
         if write is None:
             return None
@@ -198,7 +198,7 @@ class Recover:
             )
         if write.error is None:
             self._note(write.facts)
-        elif isinstance(write.error.__cause__, GroupLostError):  # of a master, whose workers were replaced
+        elif isinstance(write.error.__cause__, GroupLostError):  # the master replaced its workers
             logger.warning("%s", write.error)
             return None
         return write.error
@@ -231,7 +231,7 @@ class Recover:
             engine.read_state(str(path / name))
         for name, part in self._parts.items():
             part.load_state_dict(facts[name])
-        self._note(facts)  # the process that published it may have died before it did this
+        self._note(facts)  # the process that published the checkpoint may have died before
         if distributed.global_rank() == 0:
             set_rng_state(facts["rng"])
         return int(facts["step"])
@@ -239,18 +239,18 @@ class Recover:
 
 @dataclass(frozen=True)
 class _AfterStep:
-    """What a checkpoint of the last step holds besides the engines, whose tensors change only in the next update."""
+    """The checkpoint data of the last step except engines, whose tensors change only in the next update."""
 
     facts: dict[str, Any]
-    num_changes: int  # of the weights
+    num_changes: int
 
 
 @dataclass
 class _Write:
-    """A checkpoint that is being written, in a thread of every rank off the critical path.
+    """The write of a checkpoint, in a thread of every rank off the critical path.
 
-    The threads agree after each phase, over groups that nothing else uses, so it is published only if every rank has
-    written its part. DCP's own `async_save` covers the shards alone: hashing and fsync would then block the loop.
+    The threads agree after each phase, over groups reserved for them, so a checkpoint is published only if every rank
+    has written its part. DCP's `async_save` covers only the shards: hashing and fsync would then block the loop.
     """
 
     path: Path
@@ -288,21 +288,21 @@ class _Write:
 
 
 def _choose(folder: Path, mode: str) -> Path | None:
-    """Return the newest whole checkpoint if this run is to resume."""
+    """Return the newest complete checkpoint if this run resumes."""
     if mode == "disabled":
         return None
     if mode == "fault" and os.environ.get(RESTART_VARIABLE) != "1" and not distributed.is_restarted():
         return None
-    found = checkpoint.checkpoints(folder)
-    for _, path in found:
+    known = checkpoint.checkpoints(folder)
+    for _, path in known:
         damage = checkpoint.find_damage(path)
         if damage is None:
             _check_owner(path)
             return path
         logger.warning("%s can't be used: %s", path, damage)
-    if found:
+    if known:
         raise CheckpointError(
-            f"{folder} must hold a whole checkpoint: got {len(found)} damaged ones. Move it away to start afresh."
+            f"{folder} must hold a whole checkpoint: got {len(known)} damaged ones. Move it away to start afresh."
         )
     if mode == "resume":
         raise CheckpointError(
@@ -312,7 +312,7 @@ def _choose(folder: Path, mode: str) -> Path | None:
 
 
 def _check_owner(path: Path) -> None:
-    """Refuse a checkpoint with files of somebody else: PyTorch unpickles them, so they may run code."""
+    """Refuse a checkpoint with files of another user: PyTorch unpickles them, so they may run code."""
     for file in (*path.iterdir(), *path.glob("*/*")):  # a folder may be a link, which rglob would not follow
         if (owner := file.stat().st_uid) != os.geteuid():
             raise CheckpointError(
@@ -322,7 +322,7 @@ def _check_owner(path: Path) -> None:
 
 
 def _undone(folder: Path, step: int) -> list[Path]:
-    """Return the folders of steps after `step`, which will be redone; remove unfinished ones."""
+    """Return the folders of steps after `step`, which the run repeats; remove unfinished folders."""
     for path in folder.glob(".step_*"):
         shutil.rmtree(path)
     return [path for later, path in checkpoint.checkpoints(folder) if later > step]

@@ -14,7 +14,7 @@ from arealite.utils.frequency import Frequency
 
 
 class Saver(Frequency):
-    """Decides when to save, and saves. Every rank calls it once per step."""
+    """Saves at intervals. Every rank calls it once per step."""
 
     def __init__(self, config: SaverConfig, ft_spec: FinetuneSpec) -> None:
         super().__init__(config, ft_spec.steps_per_epoch)
@@ -29,12 +29,12 @@ class Saver(Frequency):
         tokenizer: Any = None,
         processor: Any = None,
         force: bool = False,
-        **others: TrainEngine | None,
+        **engines: TrainEngine | None,
     ) -> Path | None:
-        """Save after step `step` if due or forced, but no step twice; return the folder (collective).
+        """Save after step `step` if due or forced, at most once per step; return the folder (collective).
 
-        `processor` is the image processor of a model that has one. Other engines go to folders of their names in it:
-        with that of `critic=` another run's `critic.path` may start.
+        `processor` is the image processor of a vision model. Other engines are saved in subfolders of their names: the
+        folder of `critic=` can be the `critic.path` of another run.
         """
         if not self.check(force=force):
             return None
@@ -44,9 +44,9 @@ class Saver(Frequency):
         unfinished = path.with_name(f".{path.name}.unfinished")
         on_rank_0(lambda: fresh_folder(unfinished))
         engine.save(SaveLoadMeta(path=str(unfinished), tokenizer=tokenizer, processor=processor))
-        for name, other in others.items():
-            if other is not None:
-                other.save(SaveLoadMeta(path=str(unfinished / name), tokenizer=tokenizer))
+        for name, extra in engines.items():
+            if extra is not None:
+                extra.save(SaveLoadMeta(path=str(unfinished / name), tokenizer=tokenizer))
         on_rank_0(lambda: _publish(unfinished, path))
         self._last = path
         return path

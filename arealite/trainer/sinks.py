@@ -1,4 +1,4 @@
-"""Where the metrics of a step go besides `metrics.jsonl` and the console: TensorBoard, W&B, SwanLab, Trackio."""
+"""Metric services besides `metrics.jsonl` and the console: TensorBoard, W&B, SwanLab, Trackio."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 from arealite.api.cli_args import StatsLoggerConfig
 from arealite.api.errors import ConfigError
 
-SERVICES = ("wandb", "swanlab", "trackio")  # packages with `init`, to which their config block goes, `log` and `finish`
+SERVICES = ("wandb", "swanlab", "trackio")  # packages with `init` (gets the config block), `log` and `finish`
 
 
 def open_sinks(config: StatsLoggerConfig, *, folder: Path, resolved: dict[str, Any], start_step: int = 0) -> list[Sink]:
-    """Start the services that the config asks for; `resolved` is the run's config, stored with the run.
+    """Start the configured services; `resolved` is the run's config, which they store.
 
-    A run that resumes from `start_step` also resumes there, except at SwanLab, which gets a second run of that name.
+    A run that resumes from `start_step` resumes at the services too, except SwanLab, which gets a second run.
     """
     names = {"project": config.experiment_name, "name": config.trial_name}
     sinks: list[Sink] = []
@@ -32,7 +32,7 @@ def open_sinks(config: StatsLoggerConfig, *, folder: Path, resolved: dict[str, A
 
 
 def check_packages(config: StatsLoggerConfig) -> None:
-    """Raise ConfigError if a service that the config asks for can't be imported."""
+    """Raise ConfigError if a configured service can't be imported."""
     if config.tensorboard.path is not None:
         _import("tensorboard", key="stats_logger.tensorboard.path")
     for service in SERVICES:
@@ -41,7 +41,7 @@ def check_packages(config: StatsLoggerConfig) -> None:
 
 
 class TensorBoardSink:
-    """Event files."""
+    """Writes event files."""
 
     def __init__(self, path: str, *, start_step: int) -> None:
         _import("tensorboard", key="stats_logger.tensorboard.path")
@@ -58,7 +58,7 @@ class TensorBoardSink:
 
 
 class ServiceSink:
-    """A run at a service whose package is used as wandb is."""
+    """A run at a service whose package has the interface of wandb."""
 
     def __init__(self, service: str, options: dict[str, Any]) -> None:
         self._service = _import(service, key=f"stats_logger.{service}.mode")
@@ -71,11 +71,11 @@ class ServiceSink:
         self._service.finish()
 
 
-Sink = TensorBoardSink | ServiceSink  # takes the finite numbers of every step
+Sink = TensorBoardSink | ServiceSink  # gets the finite numbers of every step
 
 
 def _adapted(service: str, options: dict[str, Any], *, folder: Path, start_step: int) -> dict[str, Any]:
-    """Return the arguments of a service's `init`; what the user gave wins."""
+    """Return the arguments of a service's `init`; the user's options take precedence."""
     if service == "swanlab":
         return {"experiment_name": options.pop("name")} | options
     if service == "trackio":

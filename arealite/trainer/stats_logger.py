@@ -1,7 +1,7 @@
-"""Metrics of the run: collected on every rank, written by rank 0 as one line and one row of `metrics.jsonl` per step.
+"""Metrics of the run: collected on every rank, written by rank 0 as a line and a row of `metrics.jsonl` per step.
 
-Row N holds the metrics of the update from version N to N + 1, trained on `rollouts/step_<N>`; an evaluation names
-its weights by `eval/version`. A number that is not finite is stored as null.
+Row N has the metrics of the update from version N to N + 1, trained on `rollouts/step_<N>`; `eval/version` is the
+version of an evaluation. A number that is not finite is stored as null.
 """
 
 import atexit
@@ -35,11 +35,11 @@ logger = logging.getLogger("arealite.stats")
 
 _WHOLE_LINE = 1000  # characters
 _REPORT_TIMEOUT_S = 600.0
-_SILENT_S = 30.0  # after which a step has a line, whatever `line_freq_steps` says
+_SILENT_S = 30.0  # a step prints a line after this time, regardless of `line_freq_steps`
 
 
 class StatsLogger:
-    """What a loop reports to: `timer`, `add`, `commit` once per step, `close`. Every rank calls every method."""
+    """Collects and writes the metrics of a loop: `timer`, `add`, `commit` once per step, `close`. Collective."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class StatsLogger:
 
     @contextmanager
     def timer(self, name: str) -> Iterator[None]:
-        """Measure a phase of the loop as `time/<name>_s` and show it as the current one."""
+        """Measure a phase of the loop as `time/<name>_s` and report it as the current phase."""
         with ExitStack() as stack:
             stack.enter_context(self._tracker.timer(name))
             stack.callback(heartbeat.tick)
@@ -66,7 +66,7 @@ class StatsLogger:
             yield
 
     def add(self, metrics: Mapping[str, float] | None, *, reduce: Reduction | None = None) -> None:
-        """Add metrics of this step, reduced as their keys say (`max`, `min`) or as means; None adds nothing."""
+        """Add metrics of this step: maxima, minima or means by their keys; None adds nothing."""
         if metrics is None:
             return
         version = metrics.get("eval/version")
@@ -92,7 +92,7 @@ class StatsLogger:
         return metrics
 
     def close(self, summary: Mapping[str, Any] | None = None) -> None:
-        """Write `summary.json` (the run in a few numbers, plus `summary`) and `report.html`, and end all outputs."""
+        """Write `summary.json` (key numbers of the run, plus `summary`) and `report.html`, and close all outputs."""
         if self._writer is not None:
             print(f"done: {self._writer.close({'is_finished': True} | dict(summary or {}))}", flush=True)
 
@@ -100,13 +100,13 @@ class StatsLogger:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Write summary and report of a run that was asked to stop, which did not come to `close`."""
+        """Write summary and report of a run that was stopped before `close`."""
         if self._writer is not None and isinstance(error, RunStopped):
             self._writer.close({"is_finished": False})
 
 
 class _Writer:
-    """Rank 0's outputs."""
+    """The outputs of rank 0."""
 
     def __init__(
         self, config: StatsLoggerConfig, ft_spec: FinetuneSpec, experiment: BaseExperimentConfig | None, start_step: int
@@ -132,7 +132,7 @@ class _Writer:
             if trace.FOLDER_VARIABLE not in os.environ:
                 logger.warning("perf_trace has no effect: only launchers that start the processes trace them")
         self._line_freq_steps, self._silent_s = config.line_freq_steps, 0.0
-        # COLUMNS is set where a launcher stands between us and a terminal; a file or pipe gets whole lines.
+        # A launcher sets COLUMNS if its output is a terminal; a file or pipe gets whole lines.
         width = shutil.get_terminal_size((_WHOLE_LINE, 0)).columns
         self._line = StepLine(total_steps=ft_spec.total_train_steps, staleness_bound=self._bound, width=width)
         heartbeat.show(step=start_step, total_steps=ft_spec.total_train_steps, phase="")
@@ -141,7 +141,7 @@ class _Writer:
         self.has_other_rewards |= has_other_rewards(metrics)
         finite = {key: value for key, value in metrics.items() if math.isfinite(value)}
         new_nulls = metrics.keys() - finite.keys() - self._null_keys
-        if new_nulls:  # once per metric, so that a diverged run does not flood its log
+        if new_nulls:  # once per metric: a diverged run must not flood its log
             logger.warning("step %d: %s not finite: stored as null", step, ", ".join(sorted(new_nulls)))
             self._null_keys |= new_nulls
         row = {"step": step} | {key: finite.get(key) for key in metrics}
@@ -154,7 +154,7 @@ class _Writer:
             print(self._line.render(step, metrics), flush=True)
             self._silent_s = 0.0
         heartbeat.show(step=step + 1)
-        if step == self._traced_until:  # by then every rank has written the step before
+        if step == self._traced_until:  # every rank has written the previous step
             trace.join(self._run.trace)
             atexit.unregister(trace.join)
         for sink in self._sinks:
@@ -170,9 +170,9 @@ class _Writer:
 
 
 def _write_report(run: RunFolder) -> Path:
-    """Write `report.html` in a process of its own and return its path, or that of the run folder after a failure.
+    """Write `report.html` in a subprocess and return its path, or the run folder after a failure.
 
-    No rank loads the viewer, and a finished run does not fail by its report.
+    No rank loads the viewer, and a finished run does not fail because of its report.
     """
     command = [sys.executable, "-m", "arealite.cli.main", "report", str(run.path)]
     try:

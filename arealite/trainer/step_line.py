@@ -28,8 +28,7 @@ def compact(value: float) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """One number of the line: of its metrics the first that a row has, or their sum; columns of one group share a
-    cell."""
+    """A number of the line: the first of its metrics that a row has, or their sum. Columns of a group share a cell."""
 
     label: str
     keys: tuple[str, ...]
@@ -57,14 +56,14 @@ COLUMNS = (
 
 
 _FIRST_TO_GO = ("mismatch_kl", "truncated", "processed", "loss", "length", "staleness", "verdict", "train")
-"""What a narrow terminal does without; `metrics.jsonl` has it."""
+"""Columns that a narrow terminal drops, in this order; `metrics.jsonl` has them."""
 
 
 class StepLine:
-    """Renders steps; a column appears with its first value, then keeps its place and shows `-` where there is none.
+    """Renders steps. A column appears with its first value, then keeps its place and shows `-` for a missing value.
 
-    A row that trained nothing (a last evaluation) shows what it has. Lines that would be wider than `width` leave out
-    columns, from then on.
+    A row without training (a last evaluation) shows only its own values. If a line is wider than `width`, columns are
+    dropped permanently.
     """
 
     def __init__(self, *, total_steps: int, staleness_bound: int | None, width: int) -> None:
@@ -88,8 +87,8 @@ class StepLine:
         group = ""
         has_trained = any(key.startswith(("optim/", "value/")) for key in metrics)
         for column in COLUMNS:
-            found = [metrics[key] for key in column.keys if key in metrics]
-            value = (sum(found) if column.is_sum else found[0]) if found else None
+            values = [metrics[key] for key in column.keys if key in metrics]
+            value = (sum(values) if column.is_sum else values[0]) if values else None
             if column.label in self._hidden:
                 continue
             if value is not None:
@@ -102,8 +101,8 @@ class StepLine:
             else:
                 cells.append(text)
             group = column.group
-        if "verdict" not in self._hidden and (told := verdict(metrics)):
-            cells.append(told)
+        if "verdict" not in self._hidden and (bottleneck := verdict(metrics)):
+            cells.append(bottleneck)
         return " | ".join(cells)
 
     def _cell(self, column: Column, value: float | None) -> str:
