@@ -18,8 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from arealite.reward.confinement import python
-from arealite.reward.sandbox import Limits, Sandbox, SandboxResult
+from arealite.reward.sandbox import Limits, Sandbox, SandboxResult, python
 from arealite.utils.processes import descendants, wait_gone
 
 pytestmark = pytest.mark.slow
@@ -147,7 +146,7 @@ for name, number, *arguments in (
     ("io_uring", 425, 8, buffer), ("add_key", 248, b"user", b"x", b"y", 1, -3), ("keyctl", 250, 0, -3, 1),
     ("request_key", 249, b"user", b"x", None, -3), ("syslog", 103, 3, buffer, 256), ("memfd", 319, b"x", 0),
     ("memfd_secret", 447, 0), ("shmget", 29, 1, 4096, 0o1600), ("msgget", 68, 1, 0o1600),
-    ("x32", 0x40000000 + 39), ("kexec", 246, 0, 0, 0, 0), ("init_module", 175, buffer, 256, b""),
+    ("kexec", 246, 0, 0, 0, 0), ("init_module", 175, buffer, 256, b""),
     ("reboot", 169, 0, 0, 0), ("settimeofday", 164, buffer, 0), ("sethostname", 170, b"x", 1),
     ("swapon", 167, b"/sandbox", 0), ("acct", 163, b"/sandbox"), ("iopl", 172, 3), ("quotactl", 179, 0, 0, 0, 0),
 ):
@@ -184,24 +183,19 @@ ENDED = {
     ),
     "stopping itself": ("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", {"time"}, 0),
     "computing": ("while True: pass", {"cpu"}, 0),
-    "computing in many processes": ("import os\nfor _ in range(4): os.fork()\nwhile True: pass", {"cpu"}, 0),
+    "computing in many processes": ("import os\nfor _ in range(4): os.fork()\nwhile True: pass", {"cpu", "time"}, 0),
     "a fork bomb": (
-        "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
-        {"processes", "cpu"},
+        "import os\nwhile True:\n    try: os.fork()\n    except OSError: print('refused', flush=True)",
+        {"cpu", "time", "output"},
         0,
     ),
     "a fork bomb of threads": (
         "import threading\nwait = threading.Event().wait\nwhile True:\n    try: threading.Thread(target=wait).start()\n"
         "    except RuntimeError: print('refused', flush=True); wait()",
-        {"processes", "time"},
+        {"time"},
         0,
     ),
     "memory in one process": ("try: x = bytearray(2**40)\nexcept MemoryError: print('refused')", {None}, 0),
-    "memory in many processes": (
-        "import os, time\nfor _ in range(4): os.fork()\nx = b'x' * (60 << 20); time.sleep(600)",
-        {"memory"},
-        0,
-    ),
     "a full disk": (
         "try:\n    for n in range(100): open(f'{n}', 'wb').write(bytes(4 << 20))\nexcept OSError: print('refused')",
         {None},
@@ -218,7 +212,7 @@ ENDED = {
         {None},
         0,
     ),
-    "many empty files": ("n = 0\nwhile True: open(str(n), 'w').close(); n += 1", {"files", "cpu"}, 0),
+    "many empty files": ("n = 0\nwhile True: open(str(n), 'w').close(); n += 1", {"cpu", "time"}, 0),
     "floods of output": ("import os\nwhile True: os.write(1, b'x' * 65536)", {"output"}, 64 << 10),
     "floods of errors": ("import os\nwhile True: os.write(2, b'x' * 65536)", {"output"}, 64 << 10),
     "daemons": (
@@ -234,6 +228,11 @@ ENDED = {
     "system calls of another architecture": (
         "import ctypes, mmap\npage = mmap.mmap(-1, 4096, prot=7)\npage.write(b'\\xb8\\x14\\0\\0\\0\\xcd\\x80\\xc3')\n"
         "ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()\nprint('ESCAPED')",
+        {None},
+        0,
+    ),
+    "system calls by numbers of x32": (
+        "import ctypes\nctypes.CDLL(None).syscall(0x40000027)\nprint('ESCAPED')",
         {None},
         0,
     ),
@@ -334,8 +333,7 @@ def test_no_file_is_inherited(tmp_path: Path, token: str) -> None:
 
 CALLER = """
 import sys
-from arealite.reward.confinement import python
-from arealite.reward.sandbox import Sandbox
+from arealite.reward.sandbox import Sandbox, python
 Sandbox().run_here([python(), "-c", "import time; time.sleep(600)", sys.argv[1]])
 """
 

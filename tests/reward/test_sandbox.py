@@ -3,7 +3,6 @@
 import asyncio
 import os
 import pickle
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +11,10 @@ import pytest
 from transformers.utils import get_json_schema
 
 from arealite.api.errors import ConfigError, EnvError
-from arealite.reward import confinement
+from arealite.reward import sandbox as module
 from arealite.reward.code import Verdict, all_tests_reward, code_reward, judge, read_program, read_tests
 from arealite.reward.runner import RewardRunner
 from arealite.reward.sandbox import Limits, Sandbox, python_tool
-from arealite.reward.syscalls import syscall_filter
 
 LIMITED = Sandbox(Limits(time_s=30, cpu_s=20), isolation="process")
 ISOLATED = pytest.param(Sandbox(LIMITED.limits), marks=pytest.mark.slow, id="bubblewrap")
@@ -54,18 +52,18 @@ def test_what_is_written_is_kept_when_a_limit_ends_it(sandbox: Sandbox) -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "limits", "reason"),
+    ("program", "limits", "reason", "told"),
     [
-        ("while True: pass", Limits(cpu_s=0.2, time_s=60), "cpu"),
-        ("import os, time\nfor _ in range(4): os.fork()\ntime.sleep(600)", Limits(processes=8), "processes"),
-        ("x = b'x' * (64 << 20); import time; time.sleep(600)", Limits(memory_mib=50), None),
-        ("import os, time\nos.fork()\nx = b'x' * (64 << 20); time.sleep(600)", Limits(memory_mib=100), "memory"),
+        ("while True: pass", Limits(cpu_s=0.2, time_s=60), "cpu", ""),
+        ("import os\nfor _ in range(2): os.fork()\nwhile True: pass", Limits(cpu_s=1, time_s=120), "cpu", ""),
+        ("import time; time.sleep(600)", Limits(time_s=0.5), "time", ""),
+        ("x = b'x' * (64 << 20)", Limits(memory_mib=50), None, "MemoryError"),
+        ("open('x', 'wb').write(bytes(3 << 20))", Limits(disk_mib=2), None, "File too large"),
     ],
 )
-def test_limits_hold_without_isolation(program: str, limits: Limits, reason: str | None) -> None:
+def test_limits_hold_without_isolation(program: str, limits: Limits, reason: str | None, told: str) -> None:
     result = Sandbox(limits, isolation="process").run_here(program)
-    assert result.reason == reason
-    assert reason is not None or "MemoryError" in result.stderr
+    assert result.reason == reason and told in result.stderr
 
 
 async def test_at_most_so_many_programs_run_at_once(tmp_path: Path) -> None:
@@ -84,29 +82,20 @@ os.unlink(str(os.getpid()))
 
 def test_what_was_never_isolated_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor a ValueError, of which a workflow with tools tells the model."""
-    for name in ("setpriv", "prlimit", "choom", "unshare"):
-        (tmp_path / name).symlink_to(shutil.which(name) or "")
     monkeypatch.setenv("PATH", str(tmp_path))
-    confinement._bubblewrap.cache_clear()
     num_open = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
-        with pytest.raises(EnvError, match=r"must be installed for a sandbox: got no bwrap.*apt-get install bub"):
+        with pytest.raises(EnvError, match=r"must be installed for a sandbox: got no bwrap.*Install bubblewrap"):
             Sandbox().run_here("print(1)")
     assert len(os.listdir("/proc/self/fd")) < num_open + 20, "no try leaves a file open"
-    (tmp_path / "bwrap").write_text('#!/bin/sh\n[ "$1" = --help ] && echo --size && exit\n')
+    (tmp_path / "bwrap").write_text('#!/bin/sh\necho "Unknown option --disable-userns" >&2; exit 1\n')
     (tmp_path / "bwrap").chmod(0o755)
-    with pytest.raises(EnvError, match="bubblewrap must know --disable-userns: got an old"):
+    with pytest.raises(EnvError, match=r"a sandbox must start: got '.*'. Install bubblewrap 0.8 .*sysctl"):
         Sandbox().run_here("print(1)")
-    (tmp_path / "bwrap").write_text('#!/bin/sh\n[ "$1" != --help ] && exit 1\necho --size --disable-userns')
-    try:
-        with pytest.raises(EnvError, match=r"a sandbox must start: got '.*'. Allow user namespaces: .*sysctl"):
-            Sandbox().run_here("print(1)")
-    finally:
-        confinement._bubblewrap.cache_clear()
 
 
 def test_missing_isolation_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    confinement._tell_that_nothing_is_isolated.cache_clear()
+    module._warn_that_nothing_is_isolated.cache_clear()
     for _ in range(2):
         LIMITED.run_here(["true"])
     (told,) = [record.message for record in caplog.records if record.name == "arealite.sandbox"]
@@ -123,13 +112,6 @@ def test_mistakes_are_told() -> None:
         Sandbox(isolation="none")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="max_concurrent of a sandbox must be positive"):
         Sandbox(max_concurrent=0)
-
-
-def test_the_filter_covers_both_processors() -> None:
-    filters = {machine: syscall_filter(machine) for machine in ("x86_64", "aarch64")}
-    assert len({len(one) for one in filters.values()}) == 1 and filters["x86_64"] != filters["aarch64"]
-    with pytest.raises(KeyError):
-        syscall_filter("riscv64")
 
 
 async def test_the_tool_shows_what_was_printed_and_how_it_ended() -> None:
