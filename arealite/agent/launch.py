@@ -1,7 +1,7 @@
-"""How an agent runs: a coroutine in an event loop of its own, a plain function in a process, or a command.
+"""Runs agents: a coroutine in an event loop of its own, a plain function in a process, or a command.
 
-Agents never share a loop with the proxy or the episodes: one that blocks would wait for itself. What runs in a process
-is killed, with all it has started, when its run is cancelled.
+Agents never share a loop with the proxy or the episodes: an agent that blocks would wait for itself. When a run is
+cancelled, its process is killed with everything that it has started.
 """
 
 import asyncio
@@ -34,12 +34,12 @@ _CLOSE_S = 5.0
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where an agent finds the model, and who it is there."""
+    """The address of the model for one run of an agent, with its keys."""
 
     address: str
     api_key: str
     untrained_key: str
-    """For requests that are not trained on: a judge, a simulated user."""
+    """For requests that are not trained on, e.g. of a judge or a simulated user."""
 
     @property
     def base_url(self) -> str:
@@ -47,11 +47,11 @@ class Endpoint:
 
     @property
     def reward_url(self) -> str:
-        """Where a process posts the reward of its run."""
+        """The address for the reward of a run, to which processes post it."""
         return f"{self.address}/s/{self.api_key}/reward"
 
     def environment(self) -> dict[str, str]:
-        """Return the variables by which the packages of OpenAI and Anthropic find it."""
+        """Return the variables that the packages of OpenAI and Anthropic read."""
         no_proxy = ",".join(filter(None, [os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), "127.0.0.1"]))
         return {
             "OPENAI_BASE_URL": self.base_url,
@@ -66,21 +66,21 @@ class Endpoint:
 
 
 class Agent(ABC):
-    """Runs one agent, as often as asked."""
+    """Runs one agent any number of times."""
 
     @abstractmethod
     async def run(self, data: dict[str, Any], endpoint: Endpoint) -> Any:
-        """Run it once; return its reward, or POSTED if it posts that."""
+        """Run the agent once; return its reward, or POSTED if it posts its reward."""
 
     def close(self) -> None:  # noqa: B027
-        """End what it has started."""
+        """End all runs, and the processes and threads of the agent."""
 
 
 POSTED = object()
 
 
 def agent_of(run: Callable[..., Any] | str | Sequence[str], *, num_processes: int) -> Agent:
-    """Return how an agent runs. Raises ConfigError or ValueError."""
+    """Return the agent for a coroutine, a plain function or a command. Raises ConfigError or ValueError."""
     if isinstance(run, str | Sequence):
         return CommandAgent([*run] if not isinstance(run, str) else ["/bin/sh", "-c", run], num_processes)
     called = getattr(run, "__call__", None)  # noqa: B004
@@ -90,7 +90,7 @@ def agent_of(run: Callable[..., Any] | str | Sequence[str], *, num_processes: in
 
 
 class CoroutineAgent(Agent):
-    """An `async def`, in a loop that all runs share, with one pool of connections."""
+    """An `async def`, in an event loop that all runs share, with one pool of connections."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -134,7 +134,7 @@ class CoroutineAgent(Agent):
 
 
 class ProcessAgent(Agent):
-    """A plain function, in processes that are used again."""
+    """A plain function, in processes that are reused."""
 
     def __init__(self, function: Callable[..., Any], num_processes: int) -> None:
         self._name = getattr(function, "__qualname__", type(function).__qualname__)
@@ -203,12 +203,12 @@ class CommandAgent(Agent):
 
 
 async def _talk(process: asyncio.subprocess.Process, row: bytes) -> tuple[str, str]:
-    """Write the row, and return the ends of what the command prints until it ends."""
+    """Write the row, wait for the end of the command, and return the last part of its stdout and stderr."""
     stdin = process.stdin
     assert stdin is not None and process.stdout is not None and process.stderr is not None
 
     async def write() -> None:
-        with contextlib.suppress(ConnectionError):  # it need not read
+        with contextlib.suppress(ConnectionError):  # the command need not read its input
             stdin.write(row)
             await stdin.drain()
         stdin.close()
@@ -220,7 +220,7 @@ async def _talk(process: asyncio.subprocess.Process, row: bytes) -> tuple[str, s
         return end.decode(errors="replace")
 
     talk = asyncio.gather(write(), tail(process.stdout, _MAX_OUTPUT_BYTES), tail(process.stderr, _SHOWN_CHARACTERS))
-    talk.add_done_callback(lambda one: one.cancelled() or one.exception())  # nobody waits for that of a cancelled run
+    talk.add_done_callback(lambda done: done.cancelled() or done.exception())  # a cancelled run does not wait for it
     try:
         await in_thread(wait_gone, [process.pid], _LONGEST_S)  # `process.wait` waits for the ends of its pipes as well
         await in_thread(kill_group, process.pid, False)  # processes left in its group would hold them open
@@ -229,8 +229,8 @@ async def _talk(process: asyncio.subprocess.Process, row: bytes) -> tuple[str, s
             await process.wait()
     except TimeoutError:
         raise AgentError(
-            "a command must leave no process that has its output: got one in a process group of its own. Start it with "
-            "its output elsewhere, or end it."
+            "a command must leave no process that has its output: got a process in a group of its own. Redirect the "
+            "output of that process, or end it."
         ) from None
     finally:
         talk.cancel()
@@ -238,10 +238,10 @@ async def _talk(process: asyncio.subprocess.Process, row: bytes) -> tuple[str, s
 
 
 async def _end(starting: asyncio.Future[asyncio.subprocess.Process]) -> None:
-    """End a command, and what it has left in its process group."""
+    """End a command, and processes that it has left in its process group."""
     process = await starting
     await in_thread(kill_group, process.pid, process.returncode is None)
-    process._transport.close()  # type: ignore[attr-defined]  # somebody may hold the other ends of its pipes
+    process._transport.close()  # type: ignore[attr-defined]  # another process may hold the other ends of its pipes
 
 
 _NAMES = ("base_url", "api_key", "untrained_key")
@@ -252,18 +252,18 @@ def _fields(endpoint: Endpoint) -> dict[str, str]:
 
 
 def _wanted(function: Callable[..., Any], known: set[str]) -> list[str]:
-    """Return the arguments that an agent takes, of those that we have. Raises ConfigError if it needs others."""
+    """Return the `known` arguments that an agent takes. Raises ConfigError if it needs other arguments."""
     parameters = inspect.signature(function).parameters.values()
     variable = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    needed = {one.name for one in parameters if one.default is one.empty and one.kind not in variable}
+    needed = {each.name for each in parameters if each.default is each.empty and each.kind not in variable}
     if unknown := sorted(needed - known):
         names = ", ".join(sorted(known))
         raise ConfigError(f"an agent must take arguments of {names}: got {', '.join(unknown)}. Give it defaults.")
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return sorted(known)
-    return [one.name for one in parameters if one.name in known]
+    return [each.name for each in parameters if each.name in known]
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON has in place of a value of a row."""
+    """Convert a value of a row that JSON does not have."""
     return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -1,10 +1,10 @@
 """Data sets as sequences of rows: prompts for reinforcement learning, tokens for supervised fine-tuning, and pairs.
 
-Rows stay on the disk and are made at access. They are checked and tokenized once, by one process of those that share
-the cache of `datasets`; the others wait for it and read what it wrote.
+Rows stay on the disk and are converted at access. One process of those that share the cache of `datasets` checks and
+tokenizes them; the others wait for it and read the result.
 
-Prompts are read whole by whoever asks, in the order of the source, so that an index names the same prompt for the
-whole run. Demonstrations and pairs are sharded: every rank gets equally many rows and no row is on two ranks.
+Every process that loads prompts reads all of them, in the order of the source, so that an index names the same prompt
+for the whole run. Demonstrations and pairs are sharded: every rank gets equally many rows and no row is on two ranks.
 """
 
 import logging
@@ -97,14 +97,14 @@ def load_datasets(
             logger.warning(message, train.path, num, len(rows))
             rows, held_out = rows[:-num], rows[-num:]
             first_held_out = len(rows)
-    others = [(read_rows(one, one.split or "train", config.seed), one) for one in other_sources(train)]
-    parts = [prepare_rows(rows, source, tools) for rows, source in ((rows, train), *others)]
-    train_rows = Mixture(parts, weights_of(train), config.seed, names_of(train)) if others else parts[0]
+    mixed = [(read_rows(block, block.split or "train", config.seed), block) for block in other_sources(train)]
+    parts = [prepare_rows(rows, block, tools) for rows, block in ((rows, train), *mixed)]
+    train_rows = Mixture(parts, weights_of(train), config.seed, names_of(train)) if mixed else parts[0]
     return train_rows, held_out and prepare_rows(held_out, valid or train, tools, first_held_out)
 
 
 def _read_whole(config: DatasetConfig, seed: int) -> Rows:
-    """Read the test split, or what there is instead, unless the config names a split."""
+    """Read the test split, or the training split if there is none; a split that the config names must exist."""
     try:
         return read_rows(config, config.split or "test", seed)
     except MissingSplitError:

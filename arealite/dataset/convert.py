@@ -1,4 +1,4 @@
-"""Columns of the user's as conversations, and conversations as tokens to learn."""
+"""Conversations from the user's columns, and training tokens from conversations."""
 
 from typing import Any
 
@@ -36,14 +36,14 @@ def with_messages(row: Row, where: str, config: DatasetConfig) -> Row:
 def _messages(content: Any, where: str, column: str, key: str, config: DatasetConfig) -> list[Row]:
     """Return the conversation in a column, with the system prompt and the suffix of the config."""
     messages = _turns(content)
-    if not messages or not all(isinstance(one, dict) and one.get("role") and _has_text(one) for one in messages):
+    if not messages or not all(isinstance(turn, dict) and turn.get("role") and _has_text(turn) for turn in messages):
         raise ValueError(
             f"{column} must be a text or a list of messages with role and content: got {content!r:.100} in {where}. "
             f"Set train_dataset.{key} to such a column, or convert it."
         )
     if config.system_prompt and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": config.system_prompt}, *messages]
-    last = max((i for i, one in enumerate(messages) if one["role"] == "user"), default=None)
+    last = max((i for i, turn in enumerate(messages) if turn["role"] == "user"), default=None)
     if config.prompt_suffix and last is not None:
         content = messages[last]["content"]
         suffix = config.prompt_suffix if isinstance(content, str) else [{"type": "text", "text": config.prompt_suffix}]
@@ -56,7 +56,7 @@ def _turns(content: Any) -> list[Row]:
 
 
 def pair_of(row: Row, where: str, config: DatasetConfig, tokenizer: Any) -> list[Row]:
-    """Tokenize the chosen and the rejected answer; without a prompt, tokens that both begin with are not trained on."""
+    """Tokenize the chosen and the rejected answer; without a prompt, their common beginning is not trained on."""
     key = config.prompt_key or "prompt"
     if config.prompt_key is not None and row.get(key) is None:
         raise _missing(row, where, key, "prompt_key")
@@ -76,16 +76,16 @@ def pair_of(row: Row, where: str, config: DatasetConfig, tokenizer: Any) -> list
                 )
             pair.append(demonstration(tokenizer, messages))
         elif prompt is not None:
-            told = [{"messages": prompt, "answer": str(answer)}]
-            pair += demonstrations(told, tokenizer, prompt[-1]["role"] == "assistant")
+            rows = [{"messages": prompt, "answer": str(answer)}]
+            pair += demonstrations(rows, tokenizer, prompt[-1]["role"] == "assistant")
         else:
             tokens = [*tokenizer(str(answer))["input_ids"], tokenizer.eos_token_id]
             pair.append({"input_ids": tokens, "loss_mask": [1] * len(tokens)})
     if prompt is None:
-        chosen, rejected = (one["input_ids"] for one in pair)
-        differ = (at for at, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other)
+        chosen, rejected = (answer["input_ids"] for answer in pair)
+        differ = (at for at, (first, second) in enumerate(zip(chosen, rejected, strict=False)) if first != second)
         shared = next(differ, min(len(chosen), len(rejected)))
-        pair = [{**one, "loss_mask": [0] * shared + one["loss_mask"][shared:]} for one in pair]
+        pair = [{**answer, "loss_mask": [0] * shared + answer["loss_mask"][shared:]} for answer in pair]
     return pair
 
 
@@ -95,16 +95,16 @@ def _has_text(message: Row) -> bool:
     return isinstance(content, str) or is_parts or bool(message.get("tool_calls"))
 
 
-def _missing(row: Row, where: str, column: str, key: str, other: str = "") -> ValueError:
+def _missing(row: Row, where: str, column: str, key: str, advice: str = "") -> ValueError:
     columns = ", ".join(f"{name} (null)" if value is None else str(name) for name, value in row.items())
     return ValueError(
         f"every row must have the column {column}: got {columns} in {where}. "
-        f"Set train_dataset.{key} to the name of your column{other}, or drop the row."
+        f"Set train_dataset.{key} to the name of your column{advice}, or drop the row."
     )
 
 
 def demonstrations(rows: list[Row], tokenizer: Any, are_chats: bool) -> list[Row]:
-    """Tokenize conversations; if none is whole, answers and an end token follow prompts as a workflow renders them."""
+    """Tokenize conversations, or prompts as a workflow renders them, followed by an answer and an end token."""
     if are_chats:
         return [demonstration(tokenizer, _completed(row)) for row in rows]
     prompts = prompt_tokens(tokenizer, [row["messages"] for row in rows])

@@ -1,4 +1,4 @@
-"""Rows with images: where a conversation shows them, how many tokens they take, and what we know of some data sets."""
+"""Rows with images: their places in a conversation, their number of tokens, and the keys of known data sets."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -34,21 +34,21 @@ def with_known_keys(config: DatasetConfig) -> DatasetConfig:
 
 def images_of(row: dict[str, Any], where: str, column: str) -> list[Any]:
     """Return the images in a column, one or a list."""
-    found = row.get(column)
-    images = list(found) if isinstance(found, list | tuple) else [] if found is None else [found]
+    value = row.get(column)
+    images = list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
     if not images:
         raise ValueError(
-            f"every row must have images in {column}: got {found!r:.100} in {where}, which has the columns "
+            f"every row must have images in {column}: got {value!r:.100} in {where}, which has the columns "
             f"{', '.join(row)}. Set train_dataset.image_key to their column, or drop the row."
         )
     return images
 
 
 def show(messages: list[dict[str, Any]], num_images: int, where: str) -> list[dict[str, Any]]:
-    """Return a conversation in parts, with an image where `<image>` stands, else all before the question."""
-    parts = [_parts(one["content"]) if one["role"] == "user" else one.get("content") for one in messages]
-    shown = [{**one, "content": content} for one, content in zip(messages, parts, strict=True)]
-    questions = [one["content"] for one in shown if one["role"] == "user"]
+    """Return a conversation in parts, with an image at each `<image>`, or all images before the question."""
+    parts = [_parts(turn["content"]) if turn["role"] == "user" else turn.get("content") for turn in messages]
+    shown = [{**turn, "content": content} for turn, content in zip(messages, parts, strict=True)]
+    questions = [turn["content"] for turn in shown if turn["role"] == "user"]
     num_marks = sum(part["type"] == "image" for content in questions for part in content)
     if num_marks == 0 and questions:
         questions[0][:0] = [{"type": "image"}] * num_images
@@ -63,9 +63,9 @@ def show(messages: list[dict[str, Any]], num_images: int, where: str) -> list[di
 def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     if isinstance(content, list):
         return [*content]
-    first, *others = content.split(MARK)
+    first, *rest = content.split(MARK)
     parts: list[dict[str, Any]] = [{"type": "text", "text": first}]
-    for text in others:
+    for text in rest:
         parts += [{"type": "image"}, {"type": "text", "text": text}]
     return [part for part in parts if part["type"] == "image" or part["text"]]
 
@@ -73,7 +73,7 @@ def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 def expanded(
     columns: dict[str, list[int]], images: Sequence[Any], tokenizer: Any, processor: Any
 ) -> dict[str, list[int]]:
-    """Return `input_ids`, and what is aligned with them, with a placeholder for each token of the images."""
+    """Return `input_ids` and the columns aligned with them, with a placeholder for each token of the images."""
     num_tokens = [count_image_tokens(processor, decode_image(image)) for image in images]
     places = expansion(columns["input_ids"], num_tokens, image_token_id(tokenizer))
     return {key: [values[place] for place in places] for key, values in columns.items()}

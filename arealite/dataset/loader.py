@@ -1,6 +1,6 @@
-"""The order in which a run meets its data, as a cursor that can be saved.
+"""The order of a run's data, as a cursor that can be saved.
 
-Which prompt comes when is a pure function of (seed, epoch, position), see `utils/data_order.py`. A loader that resumes
+The prompt at a position is a pure function of (seed, epoch, position), see `utils/data_order.py`. A loader that resumes
 from a saved cursor yields exactly what the original would have, and the cursor tells which prompts lie before it.
 """
 
@@ -67,7 +67,7 @@ class PromptLoader:
             yield [self.fetch(PromptId(epoch, index)) for index in indices]
 
     def fetch(self, prompt_id: PromptId) -> dict[str, Any]:
-        """Return the row of a prompt, wherever the cursor is."""
+        """Return the row of a prompt; the cursor does not matter."""
         if prompt_id.epoch < 0:
             raise ValueError(
                 f"a prompt must be of this loader to be fetched: got {prompt_id}, which was submitted without a name. "
@@ -88,7 +88,7 @@ class PromptLoader:
         return {"epoch": self._epoch, "position": self._position, **self._identity, "dataset_checksum": self._checksum}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Move to a saved cursor; everything that decides the order must be as it was saved, and the rows should be."""
+        """Move to a saved cursor. Raises ConfigError if the order differs; rows that differ are a warning."""
         for key, ours in {"mixture": None, **self._identity}.items():
             if (saved := state.get(key)) != ours:
                 raise ConfigError(
@@ -155,8 +155,8 @@ def pair_batches(
     See `sft_batches`; a batch and its share are counted in pairs, and `group_index` is the pair's.
     """
     for rows in _shares(loader, rank, world_size):
-        batch = sft_collate([one for row in rows for one in row["pair"]], pad_token_id)
-        batch["group_index"] = torch.arange(len(batch)) // 2  # who cuts the batch keeps them together
+        batch = sft_collate([answer for row in rows for answer in row["pair"]], pad_token_id)
+        batch["group_index"] = torch.arange(len(batch)) // 2  # micro-batches keep a pair together
         yield batch
 
 
@@ -168,7 +168,7 @@ def _shares(loader: PromptLoader, rank: int | None, world_size: int | None) -> I
             f"batch_size must be at least the number of ranks: got {loader.batch_size} and {world_size}. Raise it."
         )
     for rows in loader:  # every rank reads them all: 7 ms for 128 rows of 1,800 tokens
-        lengths = [sum(len(one["input_ids"]) for one in row.get("pair", [row])) for row in rows]
+        lengths = [sum(len(answer["input_ids"]) for answer in row.get("pair", [row])) for row in rows]
         yield [rows[index] for index in split_balanced(lengths, world_size)[rank]]
 
 
@@ -188,6 +188,6 @@ def sft_collate(rows: list[dict[str, Any]], pad_token_id: int = 0, processor: An
         if processor is None:
             raise ValueError("processor must be given for rows with images: got None. Pass load_image_processor(...).")
         images = [process_images(processor, map(decode_image, row["images"])) for row in rows]
-        batch["pixel_values"] = pad_sequence([one.pixel_values for one in images], batch_first=True)
-        batch["image_grid_thw"] = pad_sequence([one.grid_thw for one in images], batch_first=True)
+        batch["pixel_values"] = pad_sequence([patches.pixel_values for patches in images], batch_first=True)
+        batch["image_grid_thw"] = pad_sequence([patches.grid_thw for patches in images], batch_first=True)
     return TensorDict(batch, batch_size=[len(rows)])

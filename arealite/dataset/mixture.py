@@ -1,6 +1,6 @@
-"""Several data sets as one, whose epochs have as many rows of each as its weight asks for.
+"""Several data sets as one: an epoch has as many rows of each as its weight asks for.
 
-Invariant: which row stands at an index of an epoch is a pure function of sizes, weights and seed. A data set gives all
+Invariant: the row at an index of an epoch is a pure function of sizes, weights and seed. A data set gives all
 its rows once before it gives one again, over the epochs, so a small weight passes over all of them in time.
 """
 
@@ -28,7 +28,7 @@ class Mixture(Sequence[Row]):
 
     checksum: int
     layout: int
-    """Tells apart mixtures in which another row stands at an index."""
+    """A digest that differs between mixtures with different rows at an index."""
 
     def __init__(
         self, parts: Sequence[Rows], weights: Sequence[float] | None, seed: int, names: Sequence[str] = ()
@@ -44,15 +44,15 @@ class Mixture(Sequence[Row]):
                 f"with the weights {weights}. Raise its weight, or leave it out."
             )
         self.layout = int(digest_of(repr((sizes, self._starts)).encode())[:12], 16)
-        told = [(part.checksum, start) for part, start in zip(parts, self._starts, strict=False)]
-        self.checksum = int(digest_of(repr(told).encode())[:12], 16)
+        checksums = [(part.checksum, start) for part, start in zip(parts, self._starts, strict=False)]
+        self.checksum = int(digest_of(repr(checksums).encode())[:12], 16)
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return [self.at(0, one) for one in range(len(self))[index]]
+            return [self.at(0, number) for number in range(len(self))[index]]
         return self.at(0, range(len(self))[index])
 
     def at(self, epoch: int, index: int) -> Row:
@@ -64,7 +64,8 @@ class Mixture(Sequence[Row]):
         times, position = divmod(epoch * (end - start) + index - start, len(part))
         draw = random.Random(f"mixture-{self._seed}-{which}-{times}")
         # A step that shares no factor with the length meets every row once.
-        step = next(one for one in iter(lambda: draw.randrange(1, len(part) + 1), 0) if math.gcd(one, len(part)) == 1)
+        steps = iter(lambda: draw.randrange(1, len(part) + 1), 0)
+        step = next(step for step in steps if math.gcd(step, len(part)) == 1)
         return part[(draw.randrange(len(part)) + step * position) % len(part)]
 
     def source_of(self, index: int) -> str:
@@ -78,8 +79,8 @@ class Mixture(Sequence[Row]):
 def other_sources(config: DatasetConfig) -> list[DatasetConfig]:
     """Return the blocks of the sources that a data set is mixed with."""
     own = {key: value for key, value in vars(config).items() if key not in _NOT_INHERITED}
-    given = [{key: value for key, value in vars(one).items() if value is not None} for one in config.mixed_with]
-    return [DatasetConfig(**{**own, "mixed_with": [], **one}) for one in given]
+    given = [{key: value for key, value in vars(block).items() if value is not None} for block in config.mixed_with]
+    return [DatasetConfig(**{**own, "mixed_with": [], **keys}) for keys in given]
 
 
 def names_of(config: DatasetConfig) -> list[str]:
@@ -91,11 +92,11 @@ def names_of(config: DatasetConfig) -> list[str]:
         words = [file.removesuffix(next(filter(file.endswith, SUFFIXES), "")), source.config_name or ""]
         name = "_".join(filter(None, (re.sub(r"\W+", "_", word).strip("_") for word in words))) or "source"
         alike = (name, *(f"{name}_{number}" for number in range(2, len(names) + 2)))
-        names.append(next(one for one in alike if one not in names))
+        names.append(next(candidate for candidate in alike if candidate not in names))
     return names
 
 
 def weights_of(config: DatasetConfig) -> list[float] | None:
     """Return the weights of a mixture, None if all rows are taken once."""
-    weights = [config.weight, *(one.weight for one in config.mixed_with)]
+    weights = [config.weight, *(block.weight for block in config.mixed_with)]
     return None if None in weights else [weight for weight in weights if weight is not None]

@@ -39,14 +39,14 @@ _CHANGE_NO_ROW = {
 
 @dataclasses.dataclass(frozen=True)
 class Tools:
-    """What makes tokens of texts, and counts those of images."""
+    """The tokenizer, and the processor that counts the tokens of images."""
 
     tokenizer: Any
     processor: Any = None
 
     @functools.cached_property
     def content(self) -> str:
-        """What changes when the tokenizer or our code does."""
+        """A digest that changes when the tokenizer or our code does."""
         return _tokenizer_content(self.tokenizer) + _code_content()
 
 
@@ -91,7 +91,7 @@ class _Preparation:
             ) from error
 
     def key(self) -> str | None:
-        """Return the name of the result in the cache; images may be files that change, so their rows have none."""
+        """Return the key of the result in the cache; None for rows with images, as these may be files that change."""
         if self.config.image_key or (content := self.rows.content) is None:
             return None
         keys = {name: value for name, value in vars(self.config).items() if name not in _CHANGE_NO_ROW}
@@ -164,25 +164,26 @@ class _Preparation:
         return f"row {self.start + index} of {self.config.path}"
 
     def _tokens(self, rows: list[Row], first: int, are_chats: bool) -> list[Row]:
-        """Return the tokens of rows; of prompts without a limit the first row's, to see that the template takes it."""
+        """Return the tokens of rows; of prompts without a limit those of the first row only, to try the template."""
         tokenizer = self.tools.tokenizer
         if self.config.type in ("dpo", "rw"):
             return rows
         if self.config.type == "sft":
-            told = demonstrations(rows, tokenizer, are_chats)
+            tokens = demonstrations(rows, tokenizer, are_chats)
         elif tokenizer is None or (first > 0 and self.config.max_length is None):
             return []
         else:
-            asked = rows if self.config.max_length else rows[:1]
-            told = [{"input_ids": ids} for ids in prompt_tokens(tokenizer, [row["messages"] for row in asked])]
+            prompts = rows if self.config.max_length else rows[:1]
+            tokens = [{"input_ids": ids} for ids in prompt_tokens(tokenizer, [row["messages"] for row in prompts])]
         if self.config.image_key:
-            found = zip(told, rows, strict=False)
-            told = [expanded(one, row["images"], tokenizer, self.tools.processor) for one, row in found]
-        return told
+            processor = self.tools.processor
+            pairs = zip(tokens, rows, strict=False)
+            tokens = [expanded(columns, row["images"], tokenizer, processor) for columns, row in pairs]
+        return tokens
 
 
 def _length(tokens: Row) -> int:
-    return max(len(one["input_ids"]) for one in tokens.get("pair", [tokens]))
+    return max(len(answer["input_ids"]) for answer in tokens.get("pair", [tokens]))
 
 
 def _from_generator(entries: Any, features: datasets.Features, folder: str, key: str) -> datasets.Dataset:

@@ -1,7 +1,7 @@
-"""Rows that stay where they are: in an Arrow file, in a file of JSON lines, or in a function's list.
+"""Rows that stay in their source: an Arrow file, a file of JSON lines, or a function's list.
 
-A source has a length, `read(start, stop)`, and `content`, which changes when any row does (None if that can't be told).
-`Rows` is a view of one. Rows are made at access, so the memory of a data set does not depend on its size.
+A source has a length, `read(start, stop)`, and `content`, a text that changes when any row does (None if changes would
+not show). `Rows` is a view of a source, which makes rows at access: memory does not depend on the size of a data set.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ _JSON = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
 
 class Source(Protocol):
-    """Where a view reads."""
+    """The storage that a view reads."""
 
     @property
     def content(self) -> str | None: ...
@@ -40,7 +40,7 @@ class Source(Protocol):
 
 
 class Rows(Sequence[Row]):
-    """Those rows of a source that `indices` name, each as `make(row, index)` returns it at access.
+    """The rows of a source at `indices`, each as `make(row, index)` returns it at access.
 
     `checksum` is `checksum_of` all rows, if it is known.
     """
@@ -88,7 +88,7 @@ class Rows(Sequence[Row]):
 
     @property
     def content(self) -> str | None:
-        """What changes when a row, the choice or the order of rows does; None if that can't be told."""
+        """A text that changes when a row, the choice or the order of rows does; None if changes would not show."""
         if self._source.content is None or self._make is not None:
             return None
         chosen = self._indices if isinstance(self._indices, range) else digest_of(np.asarray(self._indices).tobytes())
@@ -119,7 +119,7 @@ class ListRows:
 
 
 class ArrowRows:
-    """Rows of a data set of the library `datasets`, as they are stored: nothing is decoded, no transform runs."""
+    """Rows of a `datasets.Dataset` as they are stored, without decoding or transforms."""
 
     def __init__(self, dataset: datasets.Dataset) -> None:
         self._stored = dataset.with_format("arrow")
@@ -133,7 +133,7 @@ class ArrowRows:
 
 
 class JsonLines:
-    """Rows of a file of JSON lines, parsed at access: exactly what the file says, which Arrow's columns could not hold.
+    """Rows of a file of JSON lines, parsed at access: Arrow's columns could not hold all that JSON can say.
 
     The file is read by position, not mapped: one that is cut short raises FileError instead of ending the process.
     """
@@ -160,8 +160,8 @@ class JsonLines:
             text = os.pread(self._file, last - first, first)
             if len(text) < last - first or os.fstat(self._file).st_mtime_ns != self._changed_at:
                 raise FileError(
-                    f"{self._path} must stay as it was when it was read first: got a change since. Start again with a "
-                    "file that nobody writes."
+                    f"{self._path} must stay as it was when it was read first: got a change since. Start again, and do "
+                    "not write the file during the run."
                 )
             lines = (line.decode("utf-8") for line in text.splitlines())
             return [self._parse(line, start + at) for at, line in enumerate(filter(str.strip, lines))]
@@ -172,8 +172,9 @@ class JsonLines:
         except json.JSONDecodeError as error:
             ends = accumulate(map(len, self._lines()))
             number = 1 + sum(1 for end in ends if end <= self._starts[index])
-            told = f"{self._path}:{number} must be one JSON object per line: {error}. Fix the line."
-            raise FileError(told) from error
+            raise FileError(
+                f"{self._path}:{number} must be one JSON object per line: {error}. Fix the line."
+            ) from error
 
     def _lines(self) -> Iterator[bytes]:
         with open(os.dup(self._file), "rb") as file:
@@ -217,7 +218,7 @@ def checksum_of(digests: "np.ndarray[Any, np.dtype[np.int64]]") -> int:
 
 
 def digest_of(*parts: bytes) -> str:
-    """Return what changes when any of the parts does."""
+    """Return a digest that changes when any of the parts does."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         digest.update(len(part).to_bytes(8) + part)

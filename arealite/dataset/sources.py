@@ -1,4 +1,4 @@
-"""Where rows come from: the hub, files, or a function of the user's."""
+"""Sources of rows: the hub, files, or a function of the user's."""
 
 import csv
 import inspect
@@ -32,7 +32,7 @@ class MissingSplitError(ValueError):
 
 
 def is_one_file(path: str) -> bool:
-    """Tell whether a source is a file, which is whatever split it is asked for."""
+    """Return whether a source is one file, which has no splits."""
     return path.endswith(SUFFIXES)
 
 
@@ -53,14 +53,14 @@ def read_rows(config: DatasetConfig, split: str, seed: int) -> Rows:
 
 def _read_split(config: DatasetConfig, split: str, seed: int) -> Source:
     path, local = config.path, Path(config.path).expanduser()
-    if found := _FUNCTION.fullmatch(path):
-        rows = _call(found[1], found[2], found[3] or "", split, seed)
+    if match := _FUNCTION.fullmatch(path):
+        rows = _call(match[1], match[2], match[3] or "", split, seed)
         if not isinstance(rows, Sequence | datasets.Dataset):
             got = type(rows).__name__
-            raise ValueError(f"{found[1]}:{found[2]} must return a list of rows, or a Dataset: got {got}. Correct it.")
+            raise ValueError(f"{match[1]}:{match[2]} must return a list of rows, or a Dataset: got {got}. Correct it.")
         return ArrowRows(rows) if isinstance(rows, datasets.Dataset) else ListRows(rows)
-    if found := _HUB_FILE.fullmatch(path):
-        return ArrowRows(_load_hub(found[1], data_files=found[2], split="train"))
+    if match := _HUB_FILE.fullmatch(path):
+        return ArrowRows(_load_hub(match[1], data_files=match[2], split="train"))
     if path in ("gsm8k", "openai/gsm8k"):
         return _read_hub("openai/gsm8k", config.config_name or "main", split)
     if local.is_dir() and (local / "data").is_dir():  # a data set of the hub that was downloaded
@@ -90,9 +90,9 @@ def _load_hub(path: str, *names: Any, **options: Any) -> Any:
     try:
         return datasets.load_dataset(path, *names, **options)
     except (ValueError, OSError) as error:  # OSError: no such data set, and no connection
-        told = " ".join(str(error).split()).rstrip(".")
+        reason = " ".join(str(error).split()).rstrip(".")
         raise ValueError(
-            f"data set {path} must be on the hub, or a file or folder here: got {told}. "
+            f"data set {path} must be on the hub, or a file or folder here: got {reason}. "
             "Correct its path or config_name."
         ) from error
 
@@ -115,14 +115,14 @@ def _call(file: str, name: str, query: str, split: str, seed: int) -> Any:
 def _file_of_split(folder: Path, split: str) -> Path:
     """Return the one file that is named after the split (`train.jsonl`, `my_train.parquet`; not `latest.jsonl`)."""
     named = re.compile(rf"(?<![A-Za-z]){re.escape(split)}")
-    found = [file for file in folder.iterdir() if file.suffix in SUFFIXES and named.search(file.stem)]
-    if len(found) != 1:
+    files = [file for file in folder.iterdir() if file.suffix in SUFFIXES and named.search(file.stem)]
+    if len(files) != 1:
         names = sorted(file.name for file in folder.iterdir())
-        raise (ValueError if found else MissingSplitError)(
+        raise (ValueError if files else MissingSplitError)(
             f"dataset folder {folder} must hold one {'/'.join(SUFFIXES)} file with {split!r} in its name: "
             f"got {names}. Give the path of the file."
         )
-    return found[0]
+    return files[0]
 
 
 def _read_file(path: Path) -> Source:
@@ -142,7 +142,7 @@ def _read_file(path: Path) -> Source:
 
 
 def _read_csv(path: Path) -> list[dict[str, str]]:
-    """Return the rows below the header; each value is the text that stands there."""
+    """Return the rows below the header; each value is the text of its cell."""
     csv.field_size_limit(2**31 - 1)  # the default is 128 KiB
     with open(path, encoding="utf-8-sig", newline="") as file:  # spreadsheets begin with a byte order mark
         reader = csv.DictReader(file, strict=True)

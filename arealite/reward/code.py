@@ -1,6 +1,6 @@
-"""Programs with tests: a reward for code, which runs it in a sandbox.
+"""A reward for programs: runs them on tests in a sandbox.
 
-A test is `{"input": ..., "output": ...}`, the text on stdin and the one expected on stdout, or statements that must
+A test is `{"input": ..., "output": ...}`, the text on stdin and the text expected on stdout, or statements that must
 not raise, such as `assert add(1, 2) == 3`. Expected outputs never enter the sandbox. Assertions do, and run in the
 process of the program, which could fool them (an object that equals everything): prefer inputs and outputs.
 """
@@ -21,7 +21,7 @@ _SANDBOX = Sandbox(Limits(time_s=6, cpu_s=4))
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one test."""
+    """The result of one test."""
 
     is_passed: bool
     why: str
@@ -31,7 +31,7 @@ class Verdict:
 def code_reward(
     prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], answer: Any, **kwargs: Any
 ) -> float:
-    """Return the share of the tests in `answer` (a list, or one in JSON) that the program in `completions` passes."""
+    """Return the share of the tests in `answer` (a list, or JSON) that the program in `completions` passes."""
     verdicts = judge(read_program(completions), read_tests(answer))
     return sum(verdict.is_passed for verdict in verdicts) / len(verdicts)
 
@@ -39,8 +39,9 @@ def code_reward(
 def all_tests_reward(
     prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], answer: Any, **kwargs: Any
 ) -> float:
-    """Return 1.0 if the program passes all tests, else 0.0; nothing is run after the first that it fails."""
-    return float(all(one.is_passed for one in judge(read_program(completions), read_tests(answer), should_stop=True)))
+    """Return 1.0 if the program passes all tests, else 0.0. Tests after the first failure do not run."""
+    verdicts = judge(read_program(completions), read_tests(answer), should_stop=True)
+    return float(all(verdict.is_passed for verdict in verdicts))
 
 
 def judge(
@@ -60,7 +61,8 @@ def judge(
     deadline = time.monotonic() + total_s
     for test in tests:
         left_s = deadline - time.monotonic()
-        is_over = left_s <= 0 or any(one.why in ("time", "cpu") or should_stop for one in verdicts if not one.is_passed)
+        failed = [verdict for verdict in verdicts if not verdict.is_passed]
+        is_over = left_s <= 0 or any(verdict.why in ("time", "cpu") or should_stop for verdict in failed)
         verdicts.append(Verdict(False, "not run") if is_over else _verdict(program, test, sandbox, left_s))
     return verdicts
 
@@ -73,24 +75,24 @@ def read_program(completion: str) -> str:
 
 def read_tests(column: Any) -> list[dict[str, str] | str]:
     """Read tests from a column of a data set, a list or a text in JSON."""
-    told = "tests must be a list, or one in JSON, of statements and of {input, output}, which are texts: got"
+    rule = "tests must be a list, or one in JSON, of statements and of {input, output}, which are texts: got"
     try:
         tests = json.loads(column) if isinstance(column, str) else list(column)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{told} {column!r:.200}. Name another column by answer_key.") from error
+        raise ValueError(f"{rule} {column!r:.200}. Name another column by answer_key.") from error
     if not tests or not isinstance(tests, list):
-        raise ValueError(f"{told} {column!r:.200}. Correct or drop the row.")
+        raise ValueError(f"{rule} {column!r:.200}. Correct or drop the row.")
     for test in tests:
         texts = [test.get("input"), test.get("output")] if isinstance(test, dict) else [test]
         if not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"{told} {test!r:.200}. Correct or drop the row.")
+            raise ValueError(f"{rule} {test!r:.200}. Correct or drop the row.")
     return tests
 
 
 def _verdict(program: str, test: dict[str, str] | str, sandbox: Sandbox, left_s: float) -> Verdict:
     limits = replace(sandbox.limits, time_s=min(left_s, sandbox.limits.time_s))
     if isinstance(test, str):
-        proof = secrets.token_hex(16)  # that the program has not just ended: the statements were reached
+        proof = secrets.token_hex(16)  # printed after the statements: the program has not ended before them
         statements = f"from program import *\n{test}\nprint({proof!r})"
         result = sandbox.run_here(statements, files={"program.py": program}, limits=limits)
         is_right = result.stdout.rstrip().endswith(proof)
@@ -103,5 +105,5 @@ def _verdict(program: str, test: dict[str, str] | str, sandbox: Sandbox, left_s:
 
 
 def _lines(text: str) -> list[str]:
-    """Return the lines of an output without what nobody sees: spaces at their ends, and empty lines at its end."""
+    """Return the lines of an output without trailing spaces and trailing empty lines."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -10,5 +10,5 @@ def clevr_count_70k_reward_fn(
     prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], answer: str, **kwargs: Any
 ) -> float:
     """Compare with `answer`, a number with or without brackets."""
-    found = _NUMBER.findall(completions)
-    return float(bool(found) and float(found[-1]) == float(str(answer).strip().strip("[]")))
+    numbers = _NUMBER.findall(completions)
+    return float(bool(numbers) and float(numbers[-1]) == float(str(answer).strip().strip("[]")))

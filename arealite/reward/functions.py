@@ -1,4 +1,4 @@
-"""Reward functions by name, as a config gives them, and the signature that they must have."""
+"""Imports the reward functions that a config names, and checks their signature."""
 
 import importlib
 import inspect
@@ -25,28 +25,28 @@ def load_named(name: str, *, key: str, kind: str) -> Any:
     """Import what `key` of the config names, `FILE.py:NAME` or `module:NAME`; `kind` is function or class."""
     place, _, leaf = name.rpartition(":")
     file = Path(place).expanduser().resolve() if place.endswith(".py") else None
-    told = f"{key} must be FILE.py:{kind.upper()} or module:{kind.upper()} that exists: got {name}. Correct it."
+    message = f"{key} must be FILE.py:{kind.upper()} or module:{kind.upper()} that exists: got {name}. Correct it."
     if place[:1] in ("", ".") if file is None else not file.is_file():
-        raise ConfigError(told)
+        raise ConfigError(message)
     if file is not None:
         sys.path += [str(file.parent)] * (str(file.parent) not in sys.path)  # workers get it too
     try:
         module = importlib.import_module(place if file is None else file.stem)
     except ModuleNotFoundError as error:
         if f"{place}.".startswith(f"{error.name}."):
-            raise ConfigError(told) from error
+            raise ConfigError(message) from error
         raise
-    if file is not None and (other := getattr(module, "__file__", None)) != str(file):
-        raise ConfigError(f"the file of a {key} must have a name of its own: got {file}, and {other}. Rename it.")
-    found = getattr(module, leaf, None)
-    if not callable(found):
+    if file is not None and (imported := getattr(module, "__file__", None)) != str(file):
+        raise ConfigError(f"the file of a {key} must have a name of its own: got {file}, and {imported}. Rename it.")
+    value = getattr(module, leaf, None)
+    if not callable(value):
         raise ConfigError(f"{place} must have a {kind} {leaf}: got none. Correct {key}.")
-    return found
+    return value
 
 
 def check_names(functions: Collection[RewardFunction]) -> None:
-    """Refuse functions of one name, after which their metrics are called."""
-    names = [getattr(one, "__qualname__", type(one).__qualname__) for one in functions]
+    """Refuse functions that share a name, as their metrics have these names."""
+    names = [getattr(function, "__qualname__", type(function).__qualname__) for function in functions]
     if len({*names}) < len(names):
         raise ConfigError(f"reward functions must have names of their own: got {names}. Rename one.")
 
@@ -56,7 +56,7 @@ def check_signature(reward_fn: RewardFunction) -> None:
     name = getattr(reward_fn, "__name__", type(reward_fn).__name__)
     try:
         signature = inspect.signature(reward_fn)
-    except (TypeError, ValueError):  # some that are written in C have none
+    except (TypeError, ValueError):  # some functions that are written in C have no signature
         return
     if "prompts" in signature.parameters or "list" in str(signature.return_annotation).lower():
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""Environments with steps, as gymnasium has them: observe, act, earn, until the episode ends.
+"""Environments with steps, as in gymnasium: observe, act, get a reward, until the episode ends.
 
-A run has an environment of its own. What fails in it (an error, a hang, a reward that is no number, another tuple) is
-an EnvError, so that the runtime runs the episode again, in new environments, and counts it.
+Each run has its own environment. A failure of it (an error, a hang, a reward that is no number, a wrong tuple) is an
+EnvError: the runtime counts it and runs the episode again, in new environments.
 """
 
 import asyncio
@@ -32,11 +32,11 @@ logger = logging.getLogger("arealite.workflow")
 
 
 class EnvWorkflow(RolloutWorkflow):
-    """Lets the model act in `make_env(data)`, an environment with `reset(seed=)`, `step(action)` and `close()`.
+    """Has the model act in `make_env(data)`, an environment with `reset(seed=)`, `step(action)` and `close()`.
 
     Methods run in threads, or are awaited if they are called `areset`, `astep` and `aclose`; with `isolated` they run
     in processes, which end if a call takes longer than `step_timeout` seconds. A run earns the sum of its rewards;
-    `turn_rewards` also tells a critic which turn earned what. Samples of a prompt begin with the same seed.
+    `turn_rewards` keeps them by turn, for a critic. Samples of a prompt begin with the same seed.
     Metrics: `workflow/num_turns`, `workflow/parse_errors`, `workflow/is_terminated`.
     """
 
@@ -62,7 +62,7 @@ class EnvWorkflow(RolloutWorkflow):
         self._late = BackgroundTasks("the end of an environment that was made past its deadline", logger)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict:
-        """Run the group of one prompt, each sample in an environment of its own."""
+        """Run the group of one prompt, each sample in its own environment."""
         return await sample_group(lambda sample: self._run(engine, data, sample), self.gconfig.n_samples)
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class EnvWorkflow(RolloutWorkflow):
         return run.update({name: torch.tensor([float(value)]) for name, value in metrics.items()})
 
     async def _make(self, data: dict[str, Any]) -> Any:
-        """Return an environment; one that is made after the deadline is closed then."""
+        """Return an environment. If the deadline passes first, close it as soon as it is made."""
         if self.pool is not None:
             return await self._call("make_env", IsolatedEnv.make, self.pool, data)
         making = asyncio.ensure_future(in_thread(self.make_env, data))
@@ -119,7 +119,7 @@ class EnvWorkflow(RolloutWorkflow):
             await self._call("close", _method(making.result(), "close"))
 
     async def _call(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the environment; whatever fails there is an EnvError."""
+        """Call a method of the environment. Any failure is an EnvError."""
         try:
             async with asyncio.timeout(self.step_timeout):
                 if inspect.iscoroutinefunction(method):
@@ -142,7 +142,7 @@ def _method(env: Any, name: str) -> Callable[..., Any]:
 
 
 def _seed(data: dict[str, Any]) -> int:
-    """Return the seed of a prompt's environments: its own, else one that follows from its name."""
+    """Return the seed of a prompt's environments: the row's `seed`, else a hash of the prompt's name."""
     name = str(data.get("prompt_id", 0)).encode()
     return int(data["seed"]) if "seed" in data else int.from_bytes(hashlib.blake2b(name, digest_size=4).digest()) // 2
 
