@@ -16,11 +16,11 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig, PPOConfig, SFTConfig, load_expr_config
-from arealite.api.config import legacy
+from arealite.api.config.legacy import Change, hint
+from arealite.api.config.legacy import migrate as migrate_keys
 from arealite.api.config.loader import read_yaml
 from arealite.api.config.placements import spelled_out
 from arealite.api.config.schema import ConfigKey, config_keys
-from arealite.api.config.words import hint
 from arealite.api.errors import ConfigError
 
 Tree = dict[str, Any]
@@ -98,13 +98,13 @@ def _config_class(given: Tree) -> type[BaseExperimentConfig]:
 
 def _migrated(given: Tree, keys: Mapping[str, ConfigKey]) -> _Migrated:
     """Apply the loader's tables of old keys, and add the old defaults that differ from ours."""
-    changes: list[legacy.Change] = []
+    changes: list[Change] = []
     problems: list[str] = []
     logger = logging.getLogger("arealite.config")
     level = logger.level
     logger.setLevel(logging.ERROR)  # the comments of the file say what changed
     try:
-        (tree,) = spelled_out({"": legacy.migrate(given, keys, problems, changes)}, changes).values()
+        (tree,) = spelled_out({"": migrate_keys(given, keys, problems, changes)}, changes).values()
     finally:
         logger.setLevel(level)
     new = _Migrated(tree, problems=problems)

@@ -1,12 +1,13 @@
-"""Keys that other versions of AReaLite read and this one does not. Each loads with one warning.
+"""Keys of AReaLite v0.3 and AReaL, which load with one warning each, and our names for keys of other frameworks.
 
-Renamed keys move to their new place. Deprecated keys are dropped; one that would change results is accepted only with
-the value that we implement. `arealite migrate` writes a file anew by the same tables.
+Renamed keys move to their new place. Dropped keys are removed; a key that would change results is accepted only with
+the value that we implement. `arealite migrate` rewrites a file by the same tables.
 """
 
 from __future__ import annotations
 
 import copy
+import difflib
 import logging
 import operator
 import os
@@ -20,32 +21,39 @@ from arealite.api.config.schema import ConfigKey
 from arealite.api.errors import ConfigError
 
 logger = logging.getLogger("arealite.config")
-# All ranks of a run read the same config: one of them says what is wrong with it.
+# All ranks of a run read the same config: only rank 0 logs warnings about it.
 logger.addFilter(lambda record: os.environ.get("RANK", "0") == "0")
 
 
 @dataclass(frozen=True)
-class DeprecatedKey:
-    """Why a key is dropped, and which values it may have (None is any)."""
+class Dropped:
+    """A key without effect here."""
 
     reason: str
-    accepts: tuple[Any, ...] | None = None
+    accepts: tuple[Any, ...] | None = None  # the values that load; None is any
 
 
 @dataclass(frozen=True)
 class Change:
-    """What becomes of an old key of a file: our keys and their values; none, and why, if it has no effect."""
+    """An old key and our keys with their values in its place; without keys, `why` it has no effect."""
 
     old: str
     new: Mapping[str, Any] = field(default_factory=dict)
     why: str = ""
 
-    def tell(self, changes: list[Change], *, as_words: str = "") -> None:
-        """Warn once, in words of its own if given, and note the change."""
+    def report(self, changes: list[Change], *, as_words: str = "") -> None:
+        """Log one warning and add the change to the list; `as_words` describes new keys with their values."""
         effect = f"is now {as_words or ' '.join(self.new)}. Rename it." if self.new else f"has no effect: {self.why}."
         logger.warning("%s %s%s", self.old, effect, "" if self.new else " Remove it.")
         changes.append(self)
 
+
+_PPO = (
+    *("ppo_n_minibatches", "eps_clip", "c_clip", "discount", "gae_lambda", "adv_norm", "kl_ctl"),
+    *("recompute_logprob", "use_decoupled_loss", "behav_imp_weight_cap"),
+)
+_GENERATION = ("max_new_tokens", "min_new_tokens", "greedy", "top_p", "top_k", "min_p", "temperature")
+_ENGINES = ("actor", "critic", "ref", "model")
 
 RENAMED = {
     "n_nodes": "cluster.n_nodes",
@@ -53,19 +61,10 @@ RENAMED = {
     "rollout.server_address": "rollout.server_addrs",
     "rollout.timeout": "rollout.request_timeout",
     "actor.weight_update_mode": "rollout.weight_update",
-} | {
-    f"{engine}.{old}": f"{engine}.{new}"
-    for engine in ("actor", "critic", "ref", "model")
-    for old, new in {"lr": "optimizer.lr", "mb_spec.max_tokens_per_gpu": "mb_spec.max_tokens_per_mb"}.items()
-}
-_PPO = (
-    *("ppo_n_minibatches", "eps_clip", "c_clip", "discount", "gae_lambda", "adv_norm", "kl_ctl"),
-    *("recompute_logprob", "use_decoupled_loss", "behav_imp_weight_cap"),
-)
-_GENERATION = ("max_new_tokens", "min_new_tokens", "greedy", "top_p", "top_k", "min_p", "temperature")
-RENAMED |= {f"ppo.{name}": f"actor.{name}" for name in _PPO}
-RENAMED |= {f"ppo.gen.{name}": f"gconfig.{name}" for name in _GENERATION}
-RENAMED |= {
+    **{f"{engine}.lr": f"{engine}.optimizer.lr" for engine in _ENGINES},
+    **{f"{engine}.mb_spec.max_tokens_per_gpu": f"{engine}.mb_spec.max_tokens_per_mb" for engine in _ENGINES},
+    **{f"ppo.{name}": f"actor.{name}" for name in _PPO},
+    **{f"ppo.gen.{name}": f"gconfig.{name}" for name in _GENERATION},
     "ppo.value_eps_clip": "critic.value_eps_clip",
     "ppo.gen.n": "gconfig.n_samples",
     "dataset.path": "train_dataset.path",
@@ -74,51 +73,106 @@ RENAMED |= {
     "dataset.train_bs_n_seqs": "train_dataset.batch_size",
     "rollout.n_seqs": "train_dataset.batch_size",
 }
-_CORES_BLOCKS = ("ppo", "ppo.gen", "dataset")
-"""Of the original's Core, whose keys have other places here."""
+"""Keys of v0.3, AReaL and its Core that move, and their new places."""
+_CORE_BLOCKS = ("ppo", "ppo.gen", "dataset")
+"""Blocks of AReaL's Core, whose keys have other places here."""
 
-_MODEL_TYPE = DeprecatedKey("the files of a model tell its type")
+THEIR_WORDS = {
+    "path": "model_name_or_path model_name model_path",
+    "optimizer.lr": "learning_rate max_lr",
+    "optimizer.warmup_steps_proportion": "warmup_ratio warmup_steps lr_warmup_steps_ratio",
+    "optimizer.gradient_clipping": "max_grad_norm grad_clip clip_grad",
+    "dtype": "bf16 torch_dtype mixed_precision",
+    "gradient_checkpointing": "enable_gradient_checkpointing activation_checkpointing",
+    "fsdp.offload_params": "param_offload cpu_offload",
+    "lora.rank": "lora_rank lora_r r",
+    "lora.alpha": "lora_alpha",
+    "lora.target_modules": "lora_target_modules",
+    "mb_spec.max_tokens_per_mb": "gradient_accumulation_steps micro_batch_size ppo_micro_batch_size_per_gpu "
+    "ppo_max_token_len_per_gpu",
+    "actor.algorithm": "adv_estimator advantage_estimator loss_type loss_mode",
+    "actor.kl_ctl": "beta kl_coef kl_loss_coef",
+    "actor.kl_in": "use_kl_loss use_kl_in_reward",
+    "actor.kl_estimator": "kl_loss_type kl_penalty",
+    "actor.eps_clip": "epsilon clip_ratio cliprange",
+    "actor.eps_clip_higher": "epsilon_high clip_ratio_high",
+    "actor.reward_scale": "scale_rewards norm_adv_by_std_in_grpo reward_norm",
+    "actor.aggregation": "loss_agg_mode",
+    "actor.entropy_ctl": "entropy_coeff",
+    "actor.truncated": "mask_truncated_completions",
+    "actor.dynamic_sampling": "filter_groups",
+    "actor.gae_lambda": "lam lambda",
+    "actor.discount": "gamma",
+    "critic.optimizer.lr": "critic_lr vf_coef",
+    "critic.value_eps_clip": "cliprange_value",
+    "actor.proximal": "prox_logp_method",
+    "actor.correction.action": "vllm_importance_sampling_mode",
+    "actor.correction.upper": "importance_sampling_cap vllm_importance_sampling_cap",
+    "actor.ppo_n_minibatches": "ppo_mini_batch_size num_mini_batches num_iterations ppo_epochs",
+    "gconfig.n_samples": "num_generations rollouts_per_example n",
+    "gconfig.max_new_tokens": "max_completion_length max_response_length max_tokens",
+    "rollout.max_head_offpolicyness": "max_staleness max_async_level max_off_policy_steps staleness_threshold",
+    "rollout.server_addrs": "vllm_server_host base_url",
+    "allocation_mode": "use_vllm vllm_mode tensor_model_parallel_size tensor_parallel_size",
+    "vllm": "gpu_memory_utilization vllm_gpu_memory_utilization",
+    "train_dataset.path": "dataset_name train_files dataset_path",
+    "valid_dataset.path": "val_files",
+    "train_dataset.batch_size": "train_batch_size per_device_train_batch_size rollout_batch_size",
+    "train_dataset.max_length": "max_prompt_length max_seq_length seq_len",
+    "reward": "reward_funcs custom_reward_function reward_model",
+    "total_train_steps": "max_steps total_training_steps",
+    "total_train_epochs": "num_train_epochs total_epochs",
+    "experiment_name": "project_name",
+    "trial_name": "run_name",
+    "cluster.fileroot": "output_dir default_local_dir",
+    "saver.freq_steps": "save_steps save_freq",
+    "evaluator.freq_steps": "eval_steps test_freq",
+    "recover.mode": "resume_from_checkpoint resume_mode",
+    "stats_logger": "report_to logger",
+}
+"""Last parts of keys of TRL, verl, prime-rl and AReaL, by the end of our key. docs/migration.md shows this table."""
+_OURS = {theirs: ours for ours, words in THEIR_WORDS.items() for theirs in words.split()}
 
-_LOSS_SCALE = DeprecatedKey("compute is bfloat16 or float32, whose losses are not scaled")
-_NAME_RESOLVE = DeprecatedKey("the run itself is the registry of its servers")
+_MODEL_TYPE = Dropped("the files of a model tell its type")
+_LOSS_SCALE = Dropped("compute is bfloat16 or float32, whose losses are not scaled")
+_NAME_RESOLVE = Dropped("the run itself is the registry of its servers")
 
-DEPRECATED = {
-    "checkpointer": DeprecatedKey("`recover` replaces it"),
-    "server_only": DeprecatedKey("allocation_mode alone says it, e.g. sglang.d4 starts only servers", (False,)),
-    "total_train_n_seqs": DeprecatedKey("total_train_steps bounds training", (None,)),
-    "scheduler": DeprecatedKey("the launcher that you start places processes"),
-    "*.scheduling_*": DeprecatedKey("allocation_mode and the launcher block place processes"),
-    "perf_tracer": DeprecatedKey("perf_trace=true traces all processes of a run"),
-    "enable_offload": DeprecatedKey("fsdp.offload_params offloads parameters and optimizer", (False,)),
-    "cluster.cluster_name": DeprecatedKey("no cluster has settings of its own"),
+DROPPED = {
+    "checkpointer": Dropped("`recover` replaces it"),
+    "server_only": Dropped("allocation_mode alone says it, e.g. sglang.d4 starts only servers", (False,)),
+    "total_train_n_seqs": Dropped("total_train_steps bounds training", (None,)),
+    "scheduler": Dropped("the launcher that you start places processes"),
+    "*.scheduling_*": Dropped("allocation_mode and the launcher block place processes"),
+    "perf_tracer": Dropped("perf_trace=true traces all processes of a run"),
+    "enable_offload": Dropped("fsdp.offload_params offloads parameters and optimizer", (False,)),
+    "cluster.cluster_name": Dropped("no cluster has settings of its own"),
     "cluster.name_resolve": _NAME_RESOLVE,
     "rollout.name_resolve": _NAME_RESOLVE,
-    "rollout.enable_rollout_tracing": DeprecatedKey("every trained sample is stored in the run folder's rollouts/"),
-    "rollout.dump_to_file": DeprecatedKey("every trained sample is stored in the run folder's rollouts/"),
-    "rollout.schedule_policy": DeprecatedKey("requests go to the server that should finish them first"),
-    "critic.init_critic_from_actor": DeprecatedKey("critic.path follows actor.path, and a language model gets a head"),
-    "*.init_critic_from_actor": DeprecatedKey("only a critic has a head of values", (False,)),
-    "*.backend": DeprecatedKey("the training engine is the class that the script constructs", ("fsdp", "", None)),
+    "rollout.enable_rollout_tracing": Dropped("every trained sample is stored in the run folder's rollouts/"),
+    "rollout.dump_to_file": Dropped("every trained sample is stored in the run folder's rollouts/"),
+    "rollout.schedule_policy": Dropped("requests go to the server that should finish them first"),
+    "critic.init_critic_from_actor": Dropped("critic.path follows actor.path, and a language model gets a head"),
+    "*.init_critic_from_actor": Dropped("only a critic has a head of values", (False,)),
+    "*.backend": Dropped("the training engine is the class that the script constructs", ("fsdp", "", None)),
     **dict.fromkeys(("actor.type", "critic.type", "ref.type"), _MODEL_TYPE),
-    "*.use_lora": DeprecatedKey("a lora block switches LoRA on, e.g. lora.rank=16", (False,)),
-    "*.bf16": DeprecatedKey("dtype is bfloat16 unless it is set", (True,)),
-    "*.ds_auto_tp": DeprecatedKey("the training engine is FSDP2"),
-    "*.fsdp.ulysses_sp_size": DeprecatedKey("sequences are not split over devices", (1,)),
-    "*.optimizer.offload": DeprecatedKey("fsdp.offload_params offloads the optimizer with the parameters", (False,)),
+    "*.use_lora": Dropped("a lora block switches LoRA on, e.g. lora.rank=16", (False,)),
+    "*.bf16": Dropped("dtype is bfloat16 unless it is set", (True,)),
+    "*.ds_auto_tp": Dropped("the training engine is FSDP2"),
+    "*.fsdp.ulysses_sp_size": Dropped("sequences are not split over devices", (1,)),
+    "*.optimizer.offload": Dropped("fsdp.offload_params offloads the optimizer with the parameters", (False,)),
     **dict.fromkeys(
         ("*.optimizer.*_loss_scale", "*.optimizer.loss_scale_window", "*.optimizer.hysteresis"), _LOSS_SCALE
     ),
-    "*gconfig.frequency_penalty": DeprecatedKey("the trainer could not reproduce such logprobs", (0, None)),
-    "*_dataset.pin_memory": DeprecatedKey("engines move batches to their device themselves"),
-    "*_dataset.num_workers": DeprecatedKey("the loop reads rows itself, when a batch needs them"),
-    "*_dataset.reward_fn": DeprecatedKey("the script passes the reward function to the workflow"),
-    "rollout.blocking_call_s": DeprecatedKey("a workflow that blocks the event loop is reported after one second"),
-    "launcher.on_stall": DeprecatedKey("a stall ends the run with exit status 4", ("stop",)),
-    "*.node_timeout": DeprecatedKey("a rank ends 30 s after another node has fallen silent"),
-    "stats_logger.swanlab.api_key": DeprecatedKey(
-        "secrets stay out of stored configs: export SWANLAB_API_KEY", (None,)
-    ),
+    "*gconfig.frequency_penalty": Dropped("the trainer could not reproduce such logprobs", (0, None)),
+    "*_dataset.pin_memory": Dropped("engines move batches to their device themselves"),
+    "*_dataset.num_workers": Dropped("the loop reads rows itself, when a batch needs them"),
+    "*_dataset.reward_fn": Dropped("the script passes the reward function to the workflow"),
+    "rollout.blocking_call_s": Dropped("a workflow that blocks the event loop is reported after one second"),
+    "launcher.on_stall": Dropped("a stall ends the run with exit status 4", ("stop",)),
+    "*.node_timeout": Dropped("a rank ends 30 s after another node has fallen silent"),
+    "stats_logger.swanlab.api_key": Dropped("secrets stay out of stored configs: export SWANLAB_API_KEY", (None,)),
 }
+"""Patterns of keys without effect here; the first pattern that matches counts."""
 
 MEANS = {None: "none", "group": "group_mean"}
 DEVIATIONS = {None: "none", "group": "group_std", "batch": "batch_std"}
@@ -136,13 +190,14 @@ def migrate(
     *,
     has_others: bool = False,
 ) -> dict[str, Any]:
-    """Return what was given with old keys moved or dropped, noted in `changes`; today's `keys` stay as they are.
+    """Return `given` with old keys moved or dropped, and append to `changes`; keys in `keys` stay as they are.
 
-    Values that we do not implement are added to `problems`. `has_others`: blocks that are not in `keys` are someone's.
+    Values that we do not implement are added to `problems`. With `has_others`, blocks that are not in `keys` belong to
+    the script and stay.
     """
     moved: dict[str, Any] = {}
     given = _translated(given, changes)
-    others = {name: given.pop(name) for name in ("defaults", *_CORES_BLOCKS) if has_others and name in given}
+    others = {name: given.pop(name) for name in ("defaults", *_CORE_BLOCKS) if has_others and name in given}
     if isinstance(groups := given.get("defaults"), list) and "defaults" not in keys:
         del given["defaults"]
         if read := [group for group in groups if group != "_self_"]:
@@ -158,7 +213,7 @@ def migrate(
 
 
 def _translated(given: dict[str, Any], changes: list[Change]) -> dict[str, Any]:
-    """Spell as we do what AReaL writes: normalisations are blocks, backends have sizes in place of an allocation."""
+    """Return a copy in which AReaL's blocks of normalisation and its backends with sizes have become our keys."""
     given = copy.deepcopy(given)
     names = ("rollout", "actor", "critic", "model", "ref")
     blocks: dict[str, dict[str, Any]] = {name: given[name] for name in names if isinstance(given.get(name), dict)}
@@ -168,7 +223,7 @@ def _translated(given: dict[str, Any], changes: list[Change]) -> dict[str, Any]:
             if choices:
                 words = ", ".join(f"{key}: {str(value).lower()}" for key, value in choices.items())
                 new = {f"{name}.{key}": value for key, value in choices.items()}
-                Change(f"{name}.{norm}", new).tell(changes, as_words=words)
+                Change(f"{name}.{norm}", new).report(changes, as_words=words)
                 del block[norm]
                 block |= {key: value for key, value in choices.items() if key not in block}
     sizes = {name: str(block.get("backend")) for name, block in blocks.items() if name not in ("ref", "critic")}
@@ -181,19 +236,19 @@ def _translated(given: dict[str, Any], changes: list[Change]) -> dict[str, Any]:
     if isinstance(mode, str) and re.search(r"\w:\w", mode):
         given["allocation_mode"] = mode.replace("fsdp:", "").replace(":", ".")
         new = {"allocation_mode": given["allocation_mode"]}
-        Change("allocation_mode", new).tell(changes, as_words=given["allocation_mode"])
+        Change("allocation_mode", new).report(changes, as_words=given["allocation_mode"])
     return given
 
 
 def _norm_choices(norm: str, block: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what AReaL's block of a mean and a deviation is here; nothing if it is none, or has no counterpart.
+    """Return our keys for AReaL's block of a mean and a deviation; none if `norm` is no block with a counterpart.
 
     `adv_norm` with two levels stands for an algorithm, e.g. LitePPO: group mean, deviation of the batch.
     """
     levels = block.get(norm)
     if norm not in block or not isinstance(levels, dict if norm == "adv_norm" else dict | None):
         return {}
-    mean, deviation = ((levels or {}).get(f"{one}_level") for one in ("mean", "std"))
+    mean, deviation = ((levels or {}).get(f"{moment}_level") for moment in ("mean", "std"))
     if norm == "adv_norm" and mean == deviation:
         whitened: dict[Any, dict[str, Any]] = {"batch": {"adv_norm": True}, "group": {"group_adv_norm": True}}
         return whitened.get(mean, {})
@@ -212,7 +267,7 @@ def _sort(
     problems: list[str],
     changes: list[Change],
 ) -> dict[str, Any]:
-    """Return what stays in a block, and put what moves into `moved`, by dotted name."""
+    """Return the block without old keys, and put those that move into `moved`, by dotted name."""
     kept: dict[str, Any] = {}
     is_passed_through = prefix[:-1] in keys and keys[prefix[:-1]].block is None
     matches = operator.eq if is_passed_through else fnmatchcase  # `backend` may be an option of a server
@@ -223,27 +278,27 @@ def _sort(
         elif key in keys:
             if value is not None or not any(fnmatchcase(key, pattern) for pattern in ONCE_NULL):
                 kept[name] = value
-        elif isinstance(value, dict) and key in _CORES_BLOCKS:
+        elif isinstance(value, dict) and key in _CORE_BLOCKS:
             left = _sort(value, f"{key}.", keys, moved, problems, changes)
             kept |= {name: left} if left else {}
         elif key in RENAMED:
             moved[key] = "broadcast" if value == "xccl" else value
-            Change(key, {RENAMED[key]: moved[key]}).tell(changes)
-        elif deprecated := next((entry for pattern, entry in DEPRECATED.items() if matches(key, pattern)), None):
-            problems += _drop(key, value, deprecated, changes)
+            Change(key, {RENAMED[key]: moved[key]}).report(changes)
+        elif dropped := next((entry for pattern, entry in DROPPED.items() if matches(key, pattern)), None):
+            problems += _drop(key, value, dropped, changes)
         else:
             kept[name] = value
     return kept
 
 
-def _drop(key: str, value: Any, deprecated: DeprecatedKey, changes: list[Change]) -> list[str]:
-    """Warn about a deprecated key, or return what is wrong with its value."""
+def _drop(key: str, value: Any, dropped: Dropped, changes: list[Change]) -> list[str]:
+    """Warn about a dropped key, or return a sentence if its value is not accepted."""
     is_reference = isinstance(value, str) and value.startswith("${")
-    said = value.partition(":")[0] if isinstance(value, str) else value  # AReaL's `fsdp:d4`
-    if deprecated.accepts is not None and said not in deprecated.accepts and not is_reference:
+    plain = value.partition(":")[0] if isinstance(value, str) else value  # AReaL's `fsdp:d4`
+    if dropped.accepts is not None and plain not in dropped.accepts and not is_reference:
         got = "another value" if key.endswith("api_key") else repr(value)  # a secret must not reach the logs
-        return [f"{key} must be {deprecated.accepts[0]!r}: got {got}. Remove it: {deprecated.reason}."]
-    Change(key, why=deprecated.reason).tell(changes)
+        return [f"{key} must be {dropped.accepts[0]!r}: got {got}. Remove it: {dropped.reason}."]
+    Change(key, why=dropped.reason).report(changes)
     return []
 
 
@@ -259,3 +314,23 @@ def _put(tree: dict[str, Any], key: str, value: Any, old: str) -> None:
     if name in tree:
         raise ConfigError(f"{key} must be given once: got it as {old} too. Remove {old}.")
     tree[name] = value
+
+
+def hint(name: str, keys: Mapping[str, ConfigKey]) -> str | None:
+    """Return advice on an unknown key: its name here, or the key that it resembles; None if it resembles no key."""
+    leaf = name.rpartition(".")[2]
+    if "critic" not in keys and (leaf == "critic" or _OURS.get(leaf, "").startswith("critic")):
+        return "A critic is part of PPOConfig: use examples/arealite/gsm8k_ppo.py."
+    ours = [key for key in keys if leaf in _OURS and f".{key}".endswith(f".{_OURS[leaf]}")]
+    in_block = [key for key in ours if key.split(".")[0] == name.split(".")[0]]
+    return f"It is called {(in_block or ours)[0]} here." if ours else guess(name, keys)
+
+
+def guess(name: str, keys: Mapping[str, ConfigKey], *, cutoff: float = 0.7, has_namesakes: bool = True) -> str | None:
+    """Return the key of the same block that a name resembles, or the keys of other blocks with the same last part."""
+    parent, _, leaf = name.rpartition(".")
+    siblings = {key.leaf: key.name for key in keys.values() if key.parent == parent}
+    near = [siblings[match] for match in difflib.get_close_matches(leaf, siblings, n=1, cutoff=cutoff)]
+    if has_namesakes and not near:
+        near = [key.name for key in keys.values() if key.leaf == leaf][:3]
+    return f"Did you mean {' or '.join(near)}?" if near else None

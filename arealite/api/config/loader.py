@@ -22,11 +22,10 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from arealite.api.config.experiment import BaseExperimentConfig
-from arealite.api.config.legacy import Change, migrate
+from arealite.api.config.legacy import Change, guess, hint, migrate
 from arealite.api.config.placements import spelled_out
 from arealite.api.config.schema import ConfigKey, config_help, config_keys
 from arealite.api.config.types import MISSING
-from arealite.api.config.words import guess, hint
 from arealite.api.errors import ConfigError
 from arealite.api.script import refuse_import, show_errors_briefly
 from arealite.utils.stdout import until_reader_leaves

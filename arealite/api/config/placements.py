@@ -45,7 +45,7 @@ def spelled_out(sources: Mapping[str, Tree], changes: list[Change]) -> dict[str,
         _check_given_once(sources, workers)
         new = {f"workers.{role}.{key}": value for role, wish in workers.items() for key, value in wish.items()}
         said = " ".join(f"{key}={value}" for key, value in new.items())
-        Change(_KEY, {_KEY: mode, **new}).tell(changes, as_words=f"{mode} with {said}")
+        Change(_KEY, {_KEY: mode, **new}).report(changes, as_words=f"{mode} with {said}")
         plain[last] = OmegaConf.to_container(OmegaConf.merge(plain[last], {"workers": workers}))
         plain[last][_KEY] = mode
     else:

@@ -1,4 +1,4 @@
-"""Configs of other frameworks: what is understood, what their words are called here, and what is not supported yet."""
+"""Configs of AReaL load, and errors give our names for keys of other frameworks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from arealite.api.cli_args import GRPOConfig, PPOConfig, SFTConfig, load_expr_config
+from arealite.api.config.legacy import THEIR_WORDS
 from arealite.api.config.schema import config_keys
-from arealite.api.config.words import NOT_YET, THEIR_WORDS
 from arealite.api.errors import ConfigError
 
 MIGRATION = Path(__file__).parents[3] / "docs/migration.md"
@@ -189,7 +189,7 @@ def test_what_their_words_are_called_exists(ours: str) -> None:
 
 
 def test_no_word_has_two_meanings_or_is_a_key_of_ours() -> None:
-    words = " ".join([*THEIR_WORDS.values(), *NOT_YET.values()]).split()
+    words = " ".join(THEIR_WORDS.values()).split()
     assert len(words) == len(set(words))
     assert not set(words) & {key.rpartition(".")[2] for key in KEYS}
 
@@ -203,4 +203,4 @@ def test_the_imports_that_the_page_names_exist() -> None:
 def test_the_page_on_migration_shows_the_same_words() -> None:
     rows = re.findall(r"^\| (.+?) \| (.+?) \|$", MIGRATION.read_text(), re.MULTILINE)
     shown = {left.strip("`"): " ".join(re.findall(r"`(\w+)`", right)) for left, right in rows}
-    assert {key: shown.get(key) for key in THEIR_WORDS | NOT_YET} == THEIR_WORDS | NOT_YET
+    assert {key: shown.get(key) for key in THEIR_WORDS} == THEIR_WORDS
