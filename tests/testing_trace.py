@@ -39,7 +39,7 @@ def read_spans(path: Path) -> list[Span]:
         if event["ph"] == "b":
             begun[key] = at_s
             continue
-        began_s, ended_s = (begun.pop(key), at_s) if event["ph"] == "e" else (at_s, at_s + event["dur"] / 1e6)
+        began_s, ended_s = (begun.pop(key), at_s) if event["ph"] == "e" else (at_s, (event["ts"] + event["dur"]) / 1e6)
         local = int(event["id2"]["local"], 16) if "id2" in event else None
         spans.append(Span(names[event["pid"]], event["tid"], event["name"], began_s, ended_s, event["args"], local))
     return sorted(spans, key=lambda one: (one.began_s, -one.ended_s))
