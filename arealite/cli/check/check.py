@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,6 +45,8 @@ def check(entry: str, argv: Sequence[str], *, preflight: Node | bool = False) ->
     it is of a node, on which the run starts, the memory plan must fit all that the node has: others may end in time.
     """
     datasets.logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()  # one line per finding
     transformers_logging.set_verbosity_error()
     hub_logging.set_verbosity_error()  # of what it tries again
     transformers_logging.disable_progress_bar()

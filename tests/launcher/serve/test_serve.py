@@ -220,7 +220,7 @@ def test_a_server_that_lets_other_nodes_in_without_the_secret_is_never_ready(
 ) -> None:
     one = serve("--host", outside)
     assert one.end() == REFUSED
-    assert "must refuse requests without the secret: got status 404" in one.lines[-2]
+    assert "must refuse requests without the secret: got status 404" in one.lines[-1]
     assert not any("is ready" in line for line in one.lines) and one.record is None
 
 

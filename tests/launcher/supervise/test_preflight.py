@@ -116,7 +116,7 @@ def test_torchruns_commands_come_after_a_call_of_the_reward_with_the_first_row(f
     assert lines[-1] == "ConfigError: the problems above must be solved: nothing was started."
     assert not [*(folder / "runs").rglob(".secret")]
     place = f"{folder}/train.py"
-    assert lines[1:-2] == [
+    assert lines[1:-1] == [
         f"problem: reward: reward function score at {place}:11 in score must not raise: got NameError: name 'data' is "
         f"not defined, at {place}:12 in score."
     ]
