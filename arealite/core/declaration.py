@@ -20,7 +20,7 @@ Interface = Literal["generate", "inference", "train_step"]
 
 
 def words(names: Iterable[str], what: str) -> tuple[str, ...]:
-    """Return names as a tuple if each is a word that occurs once; a text would be taken for its letters."""
+    """Return names as a tuple of unique words; a plain string is refused, as it would be split into letters."""
     require(not isinstance(names, str), f'{what} must be a tuple: got the text {names!r}. Write ("{names}",).')
     found = tuple(names)
     plain = [str(name).removesuffix("?") for name in found]
@@ -136,7 +136,7 @@ def check_keys(graph: DataFlowGraph) -> None:
 
 
 def check_training(graph: DataFlowGraph) -> None:
-    """Whether a call sees the weights of before or after a train step is never chance; what is published trains."""
+    """Every call of a role is ordered relative to its train steps, and the published role trains."""
     for step in graph.train_steps:
         for call in graph.calls:
             is_ordered = call.name in graph.ancestors[step.name] or step.name in graph.ancestors[call.name]

@@ -42,7 +42,7 @@ STYLE = """
 
 @dataclass(frozen=True)
 class CallState:
-    """Where a call of the current step stands; times in unix seconds."""
+    """State of a call in the current step; times in unix seconds."""
 
     status: Literal["waiting", "running", "done", "replayed"] = "waiting"
     begin: float | None = None

@@ -1,6 +1,6 @@
-"""The declared dataflow of one step: model function calls, and edges that follow from the keys they read and make.
+"""The declared dataflow of a step: model function calls, and edges derived from the keys they read and make.
 
-A graph is checked when it is made and never changes. Where and when a call runs is left to the master.
+A graph is checked on creation and immutable. The master decides where and when a call runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Edge = tuple[str, str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class ModelFunctionCall:
-    """One call of a step: a function of an engine, the keys that it reads, and the keys that it makes.
+    """A call of a step: a function of an engine, the keys that it reads, and the keys that it makes.
 
     A key that ends in `?` may be absent. Raises ConfigError for a call that fits no graph.
     """
@@ -60,7 +60,7 @@ class ModelFunctionCall:
 
     @property
     def is_source(self) -> bool:
-        """Whether the master itself collects what this call makes."""
+        """True for the call whose outputs the master collects itself."""
         return self.interface == "generate"
 
     def inputs_among(self, keys: Collection[str]) -> tuple[str, ...]:
@@ -149,7 +149,7 @@ class DataFlowGraph:
         return found
 
     def order(self) -> list[ModelFunctionCall]:
-        """Return the calls such that each follows all that it needs, as declared among equals."""
+        """Return the calls in topological order, otherwise in the order of declaration."""
         try:
             TopologicalSorter(self.needs).prepare()
         except CycleError as error:

@@ -1,6 +1,6 @@
-"""The words of the original's Core for what `graph` declares: `MFCDef`, `add_mfc_dataflow`, and names for YAML.
+"""The original Core's spelling of a graph: `MFCDef`, `add_mfc_dataflow`, and registered names for YAML.
 
-Sugar only: a builder yields a DataFlowGraph; code may pass classes and functions, and `module:NAME` needs no decorator.
+A builder yields a DataFlowGraph. Code can pass classes and functions instead, and `module:NAME` needs no decorator.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _REGISTERED: dict[Kind, dict[str, Callable[..., Any]]] = {"mfc": {}, "agent": {}
 
 
 class ModelInterfaceType(StrEnum):
-    """What a call does with its model."""
+    """Use of the model by a call."""
 
     GENERATE = "generate"
     INFERENCE = "inference"
@@ -73,7 +73,7 @@ class GraphBuilder:
         self._flows: list[tuple[MFCDef, MFCDef, tuple[str, ...]]] = []
 
     def add_mfc_dataflow(self, src: MFCDef, dst: MFCDef, keys: Iterable[str]) -> None:
-        """Let `dst` read what `src` makes. Raises ConfigError for two definitions of one name, or keys to a source."""
+        """Pass `keys` from `src` to `dst`. Raises ConfigError for two definitions of a name, or keys to a source."""
         for one in (src, dst):
             known = self._definitions.setdefault(one.name, one)
             require(known == one, f"each call must have one definition: got {known} and {one}. Correct one of them.")

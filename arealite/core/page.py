@@ -1,6 +1,6 @@
-"""`graph.html`: where a run with a graph stands, on one page that needs nothing but itself and has no scripts.
+"""`graph.html`: the progress of a run with a graph, on a self-contained page without scripts.
 
-The master writes it again every few seconds; a browser that shows it reloads it until the run has ended.
+The master rewrites it every few seconds, and a browser reloads it until the run has ended.
 """
 
 import math
@@ -41,7 +41,7 @@ _CSS = """
 
 @dataclass(frozen=True)
 class Incident:
-    """What went wrong, and what was done about it; `time` in unix seconds."""
+    """A failure and the reaction to it; `time` in unix seconds."""
 
     time: float
     text: str
@@ -49,7 +49,7 @@ class Incident:
 
 @dataclass
 class Progress:
-    """Where a run stands: all that the page shows."""
+    """The data of the page."""
 
     graph: DataFlowGraph
     step: int = 0

@@ -13,7 +13,7 @@ from arealite.utils.files import keep_rows, read_jsonl, reading, writing
 
 @dataclass(frozen=True)
 class CallRecord:
-    """One attempt at a call; times in unix seconds."""
+    """An attempt at a call; times in unix seconds."""
 
     step: int
     call: str
@@ -35,7 +35,7 @@ class CallRecord:
 
 @dataclass(frozen=True)
 class Summary:
-    """What the calls of a step come to; times in unix seconds."""
+    """Totals of the calls of a step; times in unix seconds."""
 
     begin: float
     end: float

@@ -1,4 +1,4 @@
-"""Where a master's batches come from: episodes on servers, or rows of a data set. Both have what the loop asks for."""
+"""Sources of a master's batches with one interface: episodes on servers, or rows of a data set."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ MakeWorkflow = Callable[[GenerationHyperparameters, Any], RolloutWorkflow]
 
 
 class Episodes:
-    """Batches of episodes, whose servers get the weights that a role publishes."""
+    """Batches of episodes from servers that get the weights of the published role."""
 
     rollout: RemoteInferenceEngine
-    """There once `start` has connected to the servers."""
+    """Set by `start`."""
 
     def __init__(self, config: Any, make_workflow: MakeWorkflow | None, tokenizer: Any) -> None:
         if make_workflow is None:
@@ -87,7 +87,7 @@ class Episodes:
 
 
 class Rows:
-    """Batches of a data set to learn from by imitation, without servers."""
+    """Batches of a data set for supervised training, without servers."""
 
     rollout = None
 
@@ -101,7 +101,7 @@ class Rows:
         self._evaluation = Frequency(config.evaluator, self.ft_spec.steps_per_epoch, is_first_due=True)
 
     def start(self, cleanup: ExitStack, workers: Workers) -> None:
-        """Remember how a batch reaches the workers."""
+        """Keep the function that sends a batch to the workers."""
         self._hand_out = workers.scatter
 
     @property
@@ -124,14 +124,14 @@ class Rows:
         engine.set_version(version)
 
     def metrics(self) -> Mapping[str, float]:
-        """There are no episodes to count."""
+        """Return no metrics: there are no episodes."""
         return {}
 
 
 def _loaded(
     config: BaseExperimentConfig, tokenizer: Any, *, drops_last: bool = False
 ) -> tuple[PromptLoader, Any, FinetuneSpec]:
-    """Return what deals out the rows to train on, the held-out rows if any, and how long training is."""
+    """Return the loader of training rows, the held-out rows if any, and the length of training."""
     train_dataset, valid_dataset = load_datasets(config, tokenizer)
     data = config.train_dataset
     loader = PromptLoader(train_dataset, data.batch_size, data.shuffle, config.seed, data.drop_last)

@@ -1,4 +1,4 @@
-"""A rollout worker: a Ray actor that runs the attempts that its master tells it to."""
+"""A rollout worker: a Ray actor that runs episode attempts for its master."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from arealite.utils.processes import raise_file_limit
 
 @dataclass(frozen=True)
 class RolloutSpec:
-    """What rollout workers are made of."""
+    """Settings of rollout workers."""
 
     num: int
     config: InferenceEngineConfig
@@ -43,7 +43,7 @@ class RolloutSpec:
 
 @dataclass(frozen=True)
 class Report:
-    """What came of an attempt; a trajectory is a piece."""
+    """Result of an attempt; a trajectory is sent as a piece."""
 
     outcome: Piece | str | BaseException
     samples: list[SampleRecord]
@@ -54,15 +54,15 @@ class Report:
 
 
 @dataclass(frozen=True)
-class News:
-    """What a worker has found out about servers."""
+class ServerStatus:
+    """A worker's view of the servers."""
 
-    lost: frozenset[tuple[str, int]] = frozenset()  # addresses, and versions of the weights that are no longer there
-    has_servers: bool = True  # whether one could take a request
+    lost: frozenset[tuple[str, int]] = frozenset()  # addresses, and the weight versions that they lost
+    has_servers: bool = True  # at least one server is healthy
 
 
 class _Client(RemoteInferenceEngine):
-    """Samples from the servers that the master shows; its executor only lends it an event loop."""
+    """Samples from the servers in the master's view; its executor only provides an event loop."""
 
     def __init__(self, config: InferenceEngineConfig, secret: str | None) -> None:
         super().__init__(config.new(fileroot=""))
@@ -75,7 +75,7 @@ class _Client(RemoteInferenceEngine):
         await self._open(secret).load_vocabulary()
 
     async def follow(self, view: ClientView) -> None:
-        """Obey a view of the master."""
+        """Apply the master's view."""
         completions = self._completions
         self._version, completions.update_timeout_s = view.version, view.update_timeout_s
         completions.backend = view.backend
@@ -84,17 +84,17 @@ class _Client(RemoteInferenceEngine):
 
     def _note_change(self) -> None:
         super()._note_change()
-        self._changed.set()  # wakes those who wait now, not later ones
+        self._changed.set()  # wakes only current waiters
         self._changed.clear()
 
-    async def news(self, known: News) -> News:
-        """Return what there is to know of servers, once it is something else."""
-        while (found := News(self.servers.lost(), bool(self.servers.healthy))) == known:
+    async def server_status(self, known: ServerStatus) -> ServerStatus:
+        """Wait until this worker's view of the servers differs from `known`, and return it."""
+        while (status := ServerStatus(self.servers.lost(), bool(self.servers.healthy))) == known:
             await self._changed.wait()
-        return found
+        return status
 
     def take_counts(self) -> tuple[int, int]:
-        """Return how many tokens were sampled since the last time."""
+        """Return and reset the numbers of sampled tokens."""
         completions = self._completions
         counts = completions.num_tokens, completions.num_stale_kv_tokens
         completions.num_tokens = completions.num_stale_kv_tokens = 0
@@ -102,41 +102,41 @@ class _Client(RemoteInferenceEngine):
 
 
 class RolloutWorker:
-    """The actor: its methods run side by side."""
+    """The actor; its methods run concurrently."""
 
     def __init__(self, spec: RolloutSpec, name: str, secret: str | None) -> None:
         os.environ.update(spec.env)
         raise_file_limit()
         write_output_to(spec.log_folder / f"{name}.log")
         heartbeat.start(name)
-        self._error: BaseException | None = None  # why there is no client or no workflow
+        self._error: BaseException | None = None  # from creating the client or the workflow
         try:
             self._client = _Client(spec.config, secret)
             self._workflow, self._should_accept = spec.make_workflow(), spec.should_accept
             self._tokenizer = copy.deepcopy(getattr(self._workflow, "tokenizer", None))  # for this thread
-        except Exception as error:  # Ray would say that the process has died
+        except Exception as error:  # Ray would report a dead process
             traceback.print_exc()
             self._error = portable(error)
             return
         self._attempts = LocalAttempts(spec.config, self._client)
 
     async def follow(self, view: ClientView) -> None:
-        """Obey a view of the master. Raises what has kept this worker from being made."""
+        """Apply the master's view. Raises the error of a worker that could not be created."""
         if self._error is not None:
             raise self._error
         await self._in_loop(self._client.follow(view))
 
-    async def news(self, known: News) -> News:
-        """Return what there is to know of servers, once it is something else. Raises why episodes stand still."""
-        watch = self._client.loop.watch
-        found: asyncio.Future[Any] = asyncio.wrap_future(self._client.loop.submit(self._client.news(known)))
-        given_up: asyncio.Future[Any] = asyncio.wrap_future(watch.given_up)
-        await asyncio.wait([found, given_up], return_when=asyncio.FIRST_COMPLETED)
-        news: News = found.result() if found.done() else given_up.result()
-        return news
+    async def server_status(self, known: ServerStatus) -> ServerStatus:
+        """Wait for a new view of the servers and return it. Raises if user code blocks the event loop."""
+        loop = self._client.loop
+        changed: asyncio.Future[Any] = asyncio.wrap_future(loop.submit(self._client.server_status(known)))
+        given_up: asyncio.Future[Any] = asyncio.wrap_future(loop.watch.given_up)
+        await asyncio.wait([changed, given_up], return_when=asyncio.FIRST_COMPLETED)
+        status: ServerStatus = changed.result() if changed.done() else given_up.result()
+        return status
 
     async def close(self) -> None:
-        """End all episodes, and what the workflow holds."""
+        """Stop all episodes and close the workflow."""
         self._client.destroy()
         getattr(self._workflow, "close", lambda: None)()
 

@@ -1,4 +1,4 @@
-"""Rollout workers as the master sees them: who runs an attempt, who is shown the servers, and who is replaced."""
+"""The master's side of rollout workers: assigns attempts, sends the view of the servers, replaces lost workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from arealite.api.errors import GroupLostError, WorkerLostError
 from arealite.core.batch import unpack
-from arealite.core.rollouts.worker import News, Report, RolloutSpec, RolloutWorker
+from arealite.core.rollouts.worker import Report, RolloutSpec, RolloutWorker, ServerStatus
 from arealite.core.world import PLACE_S, actor_of, cause_of_death
 from arealite.inference.completions import Completions
 from arealite.inference.remote_engine import ClientView
@@ -23,35 +23,35 @@ from arealite.utils.tasks import BackgroundTasks
 
 logger = logging.getLogger("arealite.core")
 
-_SHOW_S = 60.0  # in which a worker obeys a view, or counts as lost: it only sets variables
-_SHOW_SHARE = 0.25  # of the time of a weight update, which must not fail for one worker
-_CLOSE_S = 15.0  # for a workflow to end what it holds
+_FOLLOW_S = 60.0  # in which a worker must apply a view: it only sets variables
+_FOLLOW_SHARE = 0.25  # of the timeout of a weight update, which must not fail because of one worker
+_CLOSE_S = 15.0  # in which workflows close
 
 
 @dataclass(eq=False)
 class _Worker:
-    """One worker as the master sees it."""
+    """The master's record of a worker."""
 
     actor: Any
     name: str
     episodes: set[Episode] = field(default_factory=set)
-    obeys: bool = False  # gets episodes once it does
-    news: News = field(default_factory=News)
+    follows: bool = False  # it has a view, so it gets episodes
+    status: ServerStatus = field(default_factory=ServerStatus)
 
 
 class RolloutWorkers:
-    """The workers as the master sees them; used in the event loop of its rollouts."""
+    """The workers of a run; used in the event loop of the master's rollouts."""
 
     def __init__(self, spec: RolloutSpec, note_incident: Callable[[str], None]) -> None:
         self._spec, self._note_incident = spec, note_incident
-        self._workers: list[_Worker] = []  # also those that start
+        self._workers: list[_Worker] = []  # including workers that start
         self._num_lost = 0  # since the last checkpoint
-        self._error: BaseException | None = None  # that ended them all
+        self._error: BaseException | None = None  # ended all workers
         self._tasks = BackgroundTasks("looking after a rollout worker", logger)
         self._changed = asyncio.Event()
 
     async def start(self, view: ClientView, secret: str | None, completions: Completions) -> None:
-        """Start all workers, and wait until they are there."""
+        """Start all workers, and wait until they are ready."""
         self._secret, self._completions, self._view = secret, completions, view
         for number in range(self._spec.num):
             self._tasks.start(self._bring(f"rollout-{number}"))
@@ -61,14 +61,14 @@ class RolloutWorkers:
                 self._check()
 
     def _ready(self) -> list[_Worker]:
-        return [one for one in self._workers if one.obeys]
+        return [worker for worker in self._workers if worker.follows]
 
     def _check(self) -> None:
         if self._error is not None:
-            raise self._error.with_traceback(None)  # it is raised by every episode
+            raise self._error.with_traceback(None)  # every episode raises it
 
     async def _bring(self, name: str) -> None:
-        """Start a worker, show it the newest view, and listen to its news for as long as it lives."""
+        """Start a worker, send it the newest view, and follow its view of the servers until it ends."""
         worker = _Worker(self._spawn(name), name)
         self._workers.append(worker)
         shown: ClientView | None = None
@@ -77,13 +77,13 @@ class RolloutWorkers:
                 while shown is not self._view:
                     shown = self._view
                     await worker.actor.follow.remote(shown)
-            worker.obeys = True
+            worker.follows = True
             self._wake()
             while True:
-                worker.news = await worker.actor.news.remote(worker.news)
-                self._completions.servers.note_lost(worker.news.lost)
+                worker.status = await worker.actor.server_status.remote(worker.status)
+                self._completions.servers.note_lost(worker.status.lost)
                 self._stop_clocks(worker)
-        except RayTaskError as error:  # it can't be made, or user's code blocks it: so would another one
+        except RayTaskError as error:  # a replacement would fail too: creation failed, or user code blocks
             self._end(error.cause)
         except (RayError, TimeoutError) as error:
             self._replace(worker, error)
@@ -96,14 +96,14 @@ class RolloutWorkers:
         return actor_of(RolloutWorker, spec.env, **options).remote(spec, name, self._secret)
 
     def _stop_clocks(self, worker: _Worker) -> None:
-        """Let episodes of a worker without servers take longer than usual, as their own clocks do."""
+        """Stop the deadlines of a worker's episodes while it has no servers."""
         for episode in worker.episodes:
-            episode.num_waiting_for_servers = int(not worker.news.has_servers)
+            episode.num_waiting_for_servers = int(not worker.status.has_servers)
 
     async def show(self, view: ClientView) -> None:
-        """Return when every worker with episodes obeys the view; one that does not is replaced."""
+        """Send a view to every ready worker; replace workers that do not apply it in time."""
         self._view = view
-        timeout_s = min(_SHOW_S, _SHOW_SHARE * view.update_timeout_s)
+        timeout_s = min(_FOLLOW_S, _FOLLOW_SHARE * view.update_timeout_s)
 
         async def obeyed(worker: _Worker) -> None:
             try:
@@ -117,19 +117,19 @@ class RolloutWorkers:
         self._check()
 
     async def run(self, episode: Episode) -> Outcome:
-        """Let the worker with the fewest episodes run one."""
+        """Run an episode on the worker with the fewest episodes."""
         self._check()
-        while not (ready := self._ready()):  # each that starts has a deadline
+        while not (ready := self._ready()):  # starting workers have a deadline
             await self._changed.wait()
             self._check()
-        worker = min(ready, key=lambda one: len(one.episodes))
-        answer = worker.actor.run.remote(episode.prompt_id, episode.prompt.row, episode.attempt, episode.head_version)
+        worker = min(ready, key=lambda worker: len(worker.episodes))
+        reply = worker.actor.run.remote(episode.prompt_id, episode.prompt.row, episode.attempt, episode.head_version)
         worker.episodes.add(episode)
         self._stop_clocks(worker)
         try:
-            report: Report = await answer
+            report: Report = await reply
         except asyncio.CancelledError:
-            ray.cancel(answer)
+            ray.cancel(reply)
             raise
         except RayTaskError as error:
             raise error.cause from error
@@ -145,11 +145,11 @@ class RolloutWorkers:
         return unpack(report.outcome) if isinstance(report.outcome, dict) else report.outcome
 
     def _replace(self, worker: _Worker, error: BaseException) -> None:
-        """Start another worker in the place of one that is lost, whoever notices it first."""
+        """Replace a lost worker, unless it was replaced already."""
         if worker not in self._workers:
             return
         self._workers.remove(worker)
-        worker.obeys = False
+        worker.follows = False
         ray.kill(worker.actor)
         self._num_lost += 1
         cause = cause_of_death(error) or type(error).__name__
@@ -167,13 +167,13 @@ class RolloutWorkers:
         self._tasks.start(self._bring(worker.name))
 
     def _end(self, error: BaseException) -> None:
-        """Let whoever waits for a worker fail."""
+        """Fail every pending attempt with `error`, and stop the workers."""
         self._error = self._error or error
         self._kill()
         self._wake()
 
     def _wake(self) -> None:
-        self._changed.set()  # wakes those who wait now, not later ones
+        self._changed.set()  # wakes only current waiters
         self._changed.clear()
 
     def _kill(self) -> None:
@@ -182,11 +182,11 @@ class RolloutWorkers:
             ray.kill(worker.actor)
 
     def note_checkpoint(self) -> None:
-        """Count restarts from here on."""
+        """Reset the count of lost workers."""
         self._num_lost = 0
 
     def close(self) -> None:
-        """End the workers, once their workflows have ended what they hold."""
-        if closing := [one.actor.close.remote() for one in self._ready()]:
+        """Stop the workers after their workflows are closed."""
+        if closing := [worker.actor.close.remote() for worker in self._ready()]:
             ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S)
         self._kill()
