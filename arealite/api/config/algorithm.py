@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from arealite.api.config.checks import learning_keys, require
-from arealite.api.config.model import CorrectionConfig, PPOActorConfig
+from arealite.api.config.model import Choice, CorrectionConfig, PPOActorConfig
 
 logger = logging.getLogger("arealite.config")
 
@@ -55,52 +55,29 @@ PRESETS: dict[str, Choices] = {
 }
 """Choices of `algorithm`; bounds that are not here are those of `DEFAULTS`."""
 
-DEFAULTS: Choices = {
-    "truncated": "keep",
-    "dynamic_sampling": False,
-    "baseline": "none",
-    "reward_scale": "none",
-    "adv_norm": True,
-    "discount": 1.0,
-    "gae_lambda": 1.0,
-    "lambda_alpha": None,
-    "returns_lambda": None,  # gae_lambda
-    "objective": "ppo",
-    "importance_sampling_level": "token",
-    "eps_clip": 0.2,
-    "eps_clip_higher": None,  # eps_clip
-    "c_clip": None,
-    "cispo_max": 5.0,
-    "sapo_tau_positive": 1.0,
-    "sapo_tau_negative": 1.05,
-    "gmpo_eps_log": 0.4,
-    "dppo_delta": 0.2,
-    "proximal": "rollout",
-    "correction.action": "none",
-    "correction.level": "token",
-    "correction.metric": "ratio",
-    "correction.lower": None,
-    "correction.upper": None,
-    "aggregation": "token_mean",
-    "loss_constant": None,  # max_new_tokens
-    "kl_in": "reward",
-    "kl_estimator": "k1",
-}
+
+def _choices() -> dict[str, Choice]:
+    """Return what the fields of the actor say of each choice, in the order in which they are shown."""
+    found: dict[str, Choice] = {}
+    for name, field in PPOActorConfig.model_fields.items():
+        fields = CorrectionConfig.model_fields if name == "correction" else {name: field}
+        prefix = "correction." if name == "correction" else ""
+        for leaf, one in fields.items():
+            found |= {f"{prefix}{leaf}": mark for mark in one.metadata if isinstance(mark, Choice)}
+    return found
+
+
+_CHOICES = _choices()
+DEFAULTS: Choices = {name: choice.default for name, choice in _CHOICES.items()}
 """Every choice, with its value if neither the user nor a preset gives one."""
 
 GRPO_DEFAULTS: Choices = {"baseline": "group_mean", "reward_scale": "group_std", "adv_norm": False}
 """What a GRPOConfig fills in without a preset."""
 
-BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
-    **dict.fromkeys(("eps_clip", "eps_clip_higher", "c_clip"), ("objective", ("ppo",))),
-    "cispo_max": ("objective", ("cispo",)),
-    **dict.fromkeys(("sapo_tau_positive", "sapo_tau_negative"), ("objective", ("sapo",))),
-    "gmpo_eps_log": ("objective", ("gmpo",)),
-    "dppo_delta": ("objective", ("dppo",)),
-    "loss_constant": ("aggregation", ("constant",)),
-    **dict.fromkeys(("lambda_alpha", "returns_lambda"), ("baseline", ("critic",))),
-    **dict.fromkeys(("correction.level", "correction.upper"), ("correction.action", ("truncate", "mask"))),
-    **dict.fromkeys(("correction.lower", "correction.metric"), ("correction.action", ("mask",))),
+BELONGS_TO: dict[str, tuple[str, list[str]]] = {
+    name: (choice.when.partition("=")[0], choice.when.partition("=")[2].split("|"))
+    for name, choice in _CHOICES.items()
+    if choice.when
 }
 """Parameters, and the choice with the values under which they mean something; they are null under others."""
 

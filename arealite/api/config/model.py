@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 from arealite.api.config.types import (
     MISSING,
@@ -156,20 +157,32 @@ class RWEngineConfig(TrainEngineConfig):
     """Weight of (chosen + rejected score)^2 in the loss, which keeps scores near 0 (0.01 in use)."""
 
 
+@dataclass(frozen=True)
+class Choice:
+    """Marks a key of the algorithm, which `resolve_choices` gives a value."""
+
+    default: Any = None
+    """Its value unless the user or a preset gives one."""
+    when: str = ""
+    """Where it means something, as `objective=ppo` or `correction.action=truncate|mask`; it is null elsewhere."""
+
+
 class CorrectionConfig(ConfigBase):
     """Factor of the objective that corrects for sampling with other weights: w = proximal / rollout probability."""
 
-    action: Literal["none", "truncate", "mask"] | None = None
+    action: Annotated[Literal["none", "truncate", "mask"] | None, Choice("none")] = None
     """`truncate`: min(w, upper). `mask`: w, or 0 outside of the bounds. None is `none`: no factor."""
-    level: Literal["token", "sequence", "geometric"] | None = None
+    level: Annotated[
+        Literal["token", "sequence", "geometric"] | None, Choice("token", when="correction.action=truncate|mask")
+    ] = None
     """What the bounds apply to: w of a token, its product over the completion, or its geometric mean over the
     completion, which masks completions and leaves token weights, at most 2, to the others. None is token; with one
     ratio per completion (gspo, gmpo) it must be another, and geometric is that of their presets."""
-    metric: Literal["ratio", "k1", "k2", "k3"] | None = None
+    metric: Annotated[Literal["ratio", "k1", "k2", "k3"] | None, Choice("ratio", when="correction.action=mask")] = None
     """What is compared with the bounds of `mask`: w itself, or an estimate of the divergence. None is ratio."""
-    lower: Finite | None = None
+    lower: Annotated[Finite | None, Choice(when="correction.action=mask")] = None
     """Lower bound of `mask`; None is no bound."""
-    upper: Finite | None = None
+    upper: Annotated[Finite | None, Choice(when="correction.action=truncate|mask")] = None
     """Upper bound; None is no bound."""
 
 
@@ -195,56 +208,58 @@ class PPOActorConfig(TrainEngineConfig):
     """Rewards become (reward + reward_bias) * reward_scaling."""
     reward_clip: Positive | None = None
     """Largest absolute value of a scaled reward; None is no limit."""
-    truncated: Literal["keep", "zero", "mask"] | None = None
+    truncated: Annotated[Literal["keep", "zero", "mask"] | None, Choice("keep")] = None
     """Completions truncated at the token limit: `keep` their reward, `zero` the raw reward, or `mask` them from the
     loss. None is keep."""
     overlong_buffer: PositiveInt | None = None
     """Tokens before `max_new_tokens` within which the reward falls linearly (DAPO); None is off."""
     overlong_penalty: NonNegative = 1.0
     """What the longest completion loses through `overlong_buffer`."""
-    dynamic_sampling: Bool | None = None
+    dynamic_sampling: Annotated[Bool | None, Choice(False)] = None
     """Reject groups whose raw rewards are all equal and sample others (DAPO); the script passes it to prepare_batch as
     should_accept. None is false."""
-    baseline: Literal["none", "group_mean", "leave_one_out", "length_weighted", "critic", "teacher"] | None = None
+    baseline: Annotated[
+        Literal["none", "group_mean", "leave_one_out", "length_weighted", "critic", "teacher"] | None, Choice("none")
+    ] = None
     """What is subtracted from rewards; with `teacher` the advantage of a token is the teacher's logprob minus the
     student's, and rewards are only logged. None is group_mean in GRPOConfig, critic in PPOConfig, else none."""
-    reward_scale: Literal["none", "group_std", "batch_std", "group_mean"] | None = None
+    reward_scale: Annotated[Literal["none", "group_std", "batch_std", "group_mean"] | None, Choice("none")] = None
     """What rewards minus the baseline are divided by. None is group_std in GRPOConfig, else none."""
-    adv_norm: Bool | None = None
+    adv_norm: Annotated[Bool | None, Choice(True)] = None
     """Normalise advantages over all trained tokens of the batch. None is false in GRPOConfig, else true."""
     group_adv_norm: Bool = False
     """Normalise advantages within each group instead."""
-    discount: Fraction | None = None
+    discount: Annotated[Fraction | None, Choice(1.0)] = None
     """Gamma of the advantage estimate. None is 1."""
-    gae_lambda: Fraction | None = None
+    gae_lambda: Annotated[Fraction | None, Choice(1.0)] = None
     """Lambda of the advantage estimate. None is 1, in PPOConfig 0.95."""
-    lambda_alpha: Positive | None = None
+    lambda_alpha: Annotated[Positive | None, Choice(when="baseline=critic")] = None
     """Lambda of the advantages becomes 1 - 1 / (lambda_alpha * trained tokens), of each completion (VAPO: 0.05).
     None is `gae_lambda`."""
-    returns_lambda: Fraction | None = None
+    returns_lambda: Annotated[Fraction | None, Choice(when="baseline=critic")] = None
     """Lambda of the returns that a critic learns (VAPO: 1). None is `gae_lambda`."""
-    objective: Literal["ppo", "reinforce", "cispo", "sapo", "gmpo", "dppo"] | None = None
+    objective: Annotated[Literal["ppo", "reinforce", "cispo", "sapo", "gmpo", "dppo"] | None, Choice("ppo")] = None
     """Loss of a token. None is ppo."""
-    importance_sampling_level: Literal["token", "sequence"] | None = None
+    importance_sampling_level: Annotated[Literal["token", "sequence"] | None, Choice("token")] = None
     """Whether ppo clips the ratio of a token or its geometric mean over the completion (GSPO). None is token."""
-    eps_clip: OpenFraction | None = None
+    eps_clip: Annotated[OpenFraction | None, Choice(0.2, when="objective=ppo")] = None
     """ppo: ratio of the new to the proximal probability is clipped to [1 - eps_clip, 1 + eps_clip_higher]. None is
     0.2."""
-    eps_clip_higher: Positive | None = None
+    eps_clip_higher: Annotated[Positive | None, Choice(when="objective=ppo")] = None
     """ppo: distance of the upper bound; None is `eps_clip`."""
-    c_clip: AboveOne | None = None
+    c_clip: Annotated[AboveOne | None, Choice(when="objective=ppo")] = None
     """Dual clipping (ppo): bound of the loss for negative advantages, as a multiple of them; None is off."""
-    cispo_max: Positive | None = None
+    cispo_max: Annotated[Positive | None, Choice(5.0, when="objective=cispo")] = None
     """cispo: upper bound of the ratio; there is no lower one. None is 5."""
-    sapo_tau_positive: Positive | None = None
+    sapo_tau_positive: Annotated[Positive | None, Choice(1.0, when="objective=sapo")] = None
     """sapo: temperature for positive advantages. None is 1."""
-    sapo_tau_negative: Positive | None = None
+    sapo_tau_negative: Annotated[Positive | None, Choice(1.05, when="objective=sapo")] = None
     """sapo: temperature for other advantages. None is 1.05."""
-    gmpo_eps_log: Positive | None = None
+    gmpo_eps_log: Annotated[Positive | None, Choice(0.4, when="objective=gmpo")] = None
     """gmpo: log ratios of tokens are clipped to [-gmpo_eps_log, gmpo_eps_log]. None is 0.4."""
-    dppo_delta: OpenFraction | None = None
+    dppo_delta: Annotated[OpenFraction | None, Choice(0.2, when="objective=dppo")] = None
     """dppo: change of a token's probability above which it is left out. None is 0.2."""
-    proximal: Literal["recompute", "current", "rollout"] | None = None
+    proximal: Annotated[Literal["recompute", "current", "rollout"] | None, Choice("rollout")] = None
     """Policy to clip around: logprobs recomputed before the update, those of the update itself (exact with one
     optimizer step per batch, and a forward pass cheaper), or the server's (no correction). None is rollout."""
     correction: CorrectionConfig = CorrectionConfig()
@@ -253,16 +268,18 @@ class PPOActorConfig(TrainEngineConfig):
     """Completions with a negative advantage and a mean log(rollout / proximal) above this are left out; None is off."""
     second_moment_limit: Positive | None = None
     """Tokens with the largest (log w)^2 are left out until its mean over the batch is at most this; None is off."""
-    aggregation: Literal["token_mean", "sequence_mean", "prompt_mean", "constant"] | None = None
+    aggregation: Annotated[
+        Literal["token_mean", "sequence_mean", "prompt_mean", "constant"] | None, Choice("token_mean")
+    ] = None
     """What weighs equally in the loss: tokens, completions, prompts; `constant` divides the sum of a completion by
     `loss_constant`. None is token_mean."""
-    loss_constant: Positive | None = None
+    loss_constant: Annotated[Positive | None, Choice(when="aggregation=constant")] = None
     """Divisor of aggregation constant. None is `max_new_tokens`."""
     kl_ctl: NonNegative = 0.0
     """Weight of the KL penalty to the reference; above 0 it needs a `ref` block."""
-    kl_in: Literal["reward", "loss"] | None = None
+    kl_in: Annotated[Literal["reward", "loss"] | None, Choice("reward")] = None
     """Where the KL penalty acts. None is reward."""
-    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    kl_estimator: Annotated[Literal["k1", "k2", "k3"] | None, Choice("k1")] = None
     """Estimator of the KL divergence per token: k1 in the reward, k2 or k3 in the loss. None is k1 or k3."""
     entropy_ctl: NonNegative = 0.0
     """Weight of the entropy bonus."""
