@@ -9,10 +9,12 @@ from arealite.api.config.data import StatsLoggerConfig as StatsLoggerConfig
 from arealite.api.config.data import TensorBoardConfig as TensorBoardConfig
 from arealite.api.config.experiment import BaseExperimentConfig as BaseExperimentConfig
 from arealite.api.config.experiment import DPOConfig as DPOConfig
+from arealite.api.config.experiment import DPOEngineConfig as DPOEngineConfig
 from arealite.api.config.experiment import EvalConfig as EvalConfig
 from arealite.api.config.experiment import GRPOConfig as GRPOConfig
 from arealite.api.config.experiment import PPOConfig as PPOConfig
 from arealite.api.config.experiment import RWConfig as RWConfig
+from arealite.api.config.experiment import RWEngineConfig as RWEngineConfig
 from arealite.api.config.experiment import SFTConfig as SFTConfig
 from arealite.api.config.launcher import ClusterSpecConfig as ClusterSpecConfig
 from arealite.api.config.launcher import LauncherConfig as LauncherConfig
@@ -21,7 +23,6 @@ from arealite.api.config.loader import load_expr_config as load_expr_config
 from arealite.api.config.loader import masked as masked
 from arealite.api.config.loader import to_yaml as to_yaml
 from arealite.api.config.model import CorrectionConfig as CorrectionConfig
-from arealite.api.config.model import DPOEngineConfig as DPOEngineConfig
 from arealite.api.config.model import FSDPEngineConfig as FSDPEngineConfig
 from arealite.api.config.model import FSDPWrapPolicy as FSDPWrapPolicy
 from arealite.api.config.model import LoRAConfig as LoRAConfig
@@ -29,7 +30,6 @@ from arealite.api.config.model import MicroBatchSpec as MicroBatchSpec
 from arealite.api.config.model import OptimizerConfig as OptimizerConfig
 from arealite.api.config.model import PPOActorConfig as PPOActorConfig
 from arealite.api.config.model import PPOCriticConfig as PPOCriticConfig
-from arealite.api.config.model import RWEngineConfig as RWEngineConfig
 from arealite.api.config.model import TrainEngineConfig as TrainEngineConfig
 from arealite.api.config.rollout import AgentConfig as AgentConfig
 from arealite.api.config.rollout import GenerationHyperparameters as GenerationHyperparameters

@@ -244,7 +244,7 @@ def _schema(commands: Commands) -> None:
         description="Write types, ranges, defaults and descriptions of every key. An editor with a YAML language "
         "server finds it by the first line of a config: # yaml-language-server: $schema=schema.json",
     )
-    told = "grpo (unless given), ppo, distill, sft, dpo, rw, eval, or FILE.py:CLASS, a config class of your own"
+    told = f"{', '.join(TRAINERS)} (grpo unless given), or FILE.py:CLASS, a config class of your own"
     command.add_argument("kind", nargs="?", default="grpo", help=told)
     command.add_argument("--out", metavar="FILE.json", help="printed unless given")
 

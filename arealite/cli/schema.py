@@ -11,21 +11,13 @@ from typing import Any
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
 from pydantic_core import CoreSchema, core_schema
 
-from arealite.api.cli_args import DPOConfig, EvalConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
+from arealite.api.config.experiment import EXPERIMENTS
 from arealite.api.config.types import MISSING, ConfigBase
 from arealite.api.errors import ConfigError
 from arealite.reward.functions import load_named
 
 Schema = dict[str, Any]
-CLASSES: dict[str, type[ConfigBase]] = {
-    "grpo": GRPOConfig,
-    "ppo": PPOConfig,
-    "distill": GRPOConfig,
-    "sft": SFTConfig,
-    "dpo": DPOConfig,
-    "rw": RWConfig,
-    "eval": EvalConfig,
-}
+CLASSES: dict[str, type[ConfigBase]] = {kind: cls for cls in EXPERIMENTS for kind in cls.SCRIPTS}
 _LATER = {"type": "string", "pattern": r"\$\{|^\?\?\?$", "description": "A reference, or ??? for what is given later."}
 
 

@@ -2,17 +2,10 @@
 
 from pathlib import Path
 
+from arealite.api.config.experiment import EXPERIMENTS
 from arealite.api.errors import ConfigError
 
-TRAINERS = {
-    "grpo": "gsm8k_grpo",
-    "ppo": "gsm8k_ppo",
-    "sft": "gsm8k_sft",
-    "dpo": "dpo",
-    "rw": "reward_model",
-    "distill": "distill",
-    "null": "evaluate",
-}
+TRAINERS = {kind: script for experiment in EXPERIMENTS for kind, script in experiment.SCRIPTS.items()}
 """The script of each `trainer.type`."""
 
 

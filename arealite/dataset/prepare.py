@@ -19,7 +19,7 @@ import datasets
 from datasets.exceptions import DatasetGenerationError
 
 from arealite import chat
-from arealite.api.cli_args import DatasetConfig
+from arealite.api.config.data import PAIRS, DatasetConfig
 from arealite.chat.template import prompt_tokens
 from arealite.dataset.convert import demonstrations, pair_of, with_messages
 from arealite.dataset.images import expanded, images_of, with_known_keys
@@ -53,7 +53,7 @@ class Tools:
 def prepare_rows(rows: Rows, config: DatasetConfig, tools: Tools, start: int = 0) -> Rows:
     """Return rows of a source, from its row `start` on, as prompts, demonstrations or pairs."""
     config = with_known_keys(config)
-    if config.image_key and config.type in ("dpo", "rw"):
+    if config.image_key and config.type in PAIRS:
         raise ValueError(f"pairs of answers must be about texts: got the image_key {config.image_key}. Use other data.")
     if config.image_key and tools.processor is None:
         raise ValueError(
@@ -156,7 +156,7 @@ class _Preparation:
                 f"every row of {self.config.path} must have columns: got {type(row).__name__} in row "
                 f"{self.start + index}. Correct it."
             )
-        if self.config.type in ("dpo", "rw"):
+        if self.config.type in PAIRS:
             return {"pair": pair_of(row, self._where(index), self.config, self.tools.tokenizer)}
         return with_messages(row, self._where(index), self.config)
 
@@ -166,7 +166,7 @@ class _Preparation:
     def _tokens(self, rows: list[Row], first: int, are_chats: bool) -> list[Row]:
         """Return the tokens of rows; of prompts without a limit those of the first row only, to try the template."""
         tokenizer = self.tools.tokenizer
-        if self.config.type in ("dpo", "rw"):
+        if self.config.type in PAIRS:
             return rows
         if self.config.type == "sft":
             tokens = demonstrations(rows, tokenizer, are_chats)

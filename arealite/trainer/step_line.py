@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from arealite.api.config.experiment import EXPERIMENTS
 from arealite.trainer.bounds import verdict
 
 _UNITS = ((1e3, "k"), (1e6, "M"), (1e9, "G"))
@@ -40,7 +41,7 @@ class Column:
 
 COLUMNS = (
     Column("reward", ("reward/mean",), 6),
-    Column("loss", ("policy/loss", "sft/loss", "dpo/loss", "rw/loss"), 6, "{:.3f}".format),
+    Column("loss", tuple(experiment.LOSS for experiment in EXPERIMENTS if experiment.LOSS), 6, "{:.3f}".format),
     Column("length", ("rollout/completion_tokens",), 5),
     Column("truncated", ("rollout/truncated_ratio",), 4, "{:.0%}".format),
     Column("mismatch_kl", ("policy/mismatch_kl",), 6),

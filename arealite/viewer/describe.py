@@ -10,7 +10,8 @@ from typing import Any
 
 import yaml
 
-from arealite.api.cli_args import masked
+from arealite.api.cli_args import SFTConfig, masked
+from arealite.api.config.experiment import EXPERIMENTS
 from arealite.api.run_folder import RunFolder
 from arealite.api.run_metrics import score, score_name, summarize
 from arealite.utils.files import FileError, is_locked, read_jsonl, reading, require_object
@@ -102,7 +103,7 @@ def _lead(config: dict[str, Any]) -> str:
     elif actor := config.get("actor"):
         kind = "Distillation" if config.get("teacher") else actor.get("algorithm") or "GRPO"
     else:
-        kind = {"dpo": "Preference optimization", "rw": "Reward modelling"}.get(data_type, "Supervised fine-tuning")
+        kind = next((cls.TITLE for cls in EXPERIMENTS if data_type == cls.DATA_TYPE), SFTConfig.TITLE)
     data = next(filter(None, ((config.get(f"{name}_dataset") or {}).get("path") for name in ("train", "valid"))), None)
     words = [
         f"{kind} of {model}" if model else None,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from arealite.api import cli_args
-from arealite.api.config.experiment import BaseExperimentConfig
+from arealite.api.config.experiment import EXPERIMENTS, BaseExperimentConfig
 from arealite.api.config.schema import ConfigKey, config_keys
 from arealite.api.config.types import MISSING
 
@@ -18,8 +18,7 @@ Declared = dict[str, ConfigKey]
 @functools.cache
 def experiments() -> list[type[BaseExperimentConfig]]:
     """Return the config classes of the experiments that come along."""
-    classes = [cls for cls in vars(cli_args).values() if isinstance(cls, type)]
-    return [cls for cls in classes if issubclass(cls, BaseExperimentConfig) and cls is not BaseExperimentConfig]
+    return sorted(EXPERIMENTS, key=lambda cls: cls.__name__)
 
 
 @functools.cache

@@ -591,6 +591,11 @@ def test_a_fault_is_told_once_and_all_faults_are_told(tmp_path: Path) -> None:
     assert [line.split(" ")[0] for line in lines] == ["seed", "actor.eps_clip"]
 
 
+def test_a_file_may_leave_to_the_command_what_has_a_default(tmp_path: Path) -> None:
+    assert load(tmp_path, MINIMAL + "total_train_steps: ???\nrollout: {backend: ???}\n").rollout.backend == "sglang"
+    assert "actor.path must be given" in refusal(tmp_path, MINIMAL, "actor.path=???")
+
+
 @pytest.mark.parametrize("key", ["experiment_name", "trial_name", "actor.path", "train_dataset.path"])
 def test_keys_that_must_be_given(tmp_path: Path, key: str) -> None:
     tree = yaml.safe_load(MINIMAL)

@@ -8,14 +8,7 @@ from dataclasses import dataclass
 from arealite.api.alloc_mode import AllocationMode, AllocationType
 from arealite.api.config.data import LOGGER_MODES, DatasetConfig, EvaluatorConfig, RecoverConfig, StatsLoggerConfig
 from arealite.api.config.launcher import ClusterSpecConfig
-from arealite.api.config.model import (
-    DPOEngineConfig,
-    OptimizerConfig,
-    PPOActorConfig,
-    PPOCriticConfig,
-    RWEngineConfig,
-    TrainEngineConfig,
-)
+from arealite.api.config.model import OptimizerConfig, PPOActorConfig, TrainEngineConfig
 from arealite.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig, LiteConfig, PauseMode
 from arealite.api.config.workers import WorkersConfig
 from arealite.api.errors import ConfigError
@@ -108,18 +101,27 @@ def check_mixture(train: DatasetConfig, valid: DatasetConfig | None) -> None:
     )
 
 
-def check_allocation(
-    mode: AllocationMode | None, text: str, cluster: ClusterSpecConfig, rollout: InferenceEngineConfig | None
-) -> None:
-    """The allocation (`text`) must fit the cluster, and the servers be those it names."""
-    if mode is None:
-        return
-    if rollout is not None and mode.gen_backend is not None:
+def check_named_servers(mode: AllocationMode | None, text: str, rollout: InferenceEngineConfig) -> None:
+    """What the allocation (`text`) says of servers must not be given otherwise."""
+    if mode is not None and mode.gen_backend is not None:
         require(
             rollout.backend in (InferenceEngineConfig().backend, mode.gen_backend),  # the default was not given
             f"rollout.backend must agree with allocation_mode: got {rollout.backend} and {text}. "
             "Remove rollout.backend.",
         )
+    require(
+        not rollout.servers_sleep or (mode is not None and mode.takes_turns),
+        f"rollout.servers_sleep must be left to allocation_mode: got true with {mode}. Write e.g. sglang.d1|d1 there.",
+    )
+
+
+def check_allocation(
+    mode: AllocationMode | None, text: str, cluster: ClusterSpecConfig, rollout: InferenceEngineConfig | None
+) -> None:
+    """The allocation (`text`) must fit the cluster, and the way of weights its servers."""
+    if mode is None:
+        return
+    if rollout is not None and mode.gen_backend is not None:
         require(
             rollout.weight_update == "disk" or mode.gen_pp_size == 1,
             f"rollout.weight_update must be disk if servers have p > 1: got broadcast and {text}. "
@@ -140,13 +142,7 @@ def check_colocated(
 ) -> None:
     """Servers on the trainer's devices are ours, beside ranks of a script. One in its process samples from its
     parameters; others give their memory back, for which nothing may run, and read weights from disk."""
-    if rollout is None:
-        return
-    require(
-        not rollout.servers_sleep or (mode is not None and mode.takes_turns),
-        f"rollout.servers_sleep must be left to allocation_mode: got true with {mode}. Write e.g. sglang.d1|d1 there.",
-    )
-    if mode is None or not (mode.is_colocated or mode.takes_turns):
+    if rollout is None or mode is None or not (mode.is_colocated or mode.takes_turns):
         return
     wrong_way = "broadcast" if mode.takes_turns else "disk"
     why = "as NCCL refuses two ranks on one GPU" if mode.takes_turns else "whose server has the weights already"
@@ -209,7 +205,7 @@ def check_engine(engine: TrainEngineConfig, key: str, cluster: ClusterSpecConfig
         cluster.n_gpus_per_node > 0 or not engine.activation_offloading,
         f"{key}.activation_offloading must be false on CPUs: got true and cluster.n_gpus_per_node=0. Remove it.",
     )
-    has_logits = not isinstance(engine, PPOCriticConfig | RWEngineConfig)
+    has_logits = not engine.HAS_VALUE_HEAD
     require(
         not engine.cast_lm_head_to_fp32 or (has_logits and engine.dtype != "float32"),
         f"{key}.cast_lm_head_to_fp32 must be false for a model "
@@ -426,9 +422,8 @@ def check_frozen(engine: TrainEngineConfig, key: str) -> None:
 
 def learning_keys(engine: TrainEngineConfig) -> list[str]:
     """Return the keys by which a policy learns that have another value than their default."""
-    cls = next(one for one in (PPOActorConfig, DPOEngineConfig, TrainEngineConfig) if isinstance(engine, one))
-    default, others = cls(), {*TrainEngineConfig.model_fields, "group_size", "temperature"}
-    names = [name for name in cls.model_fields if name not in others]
+    default, others = type(engine)(), {*TrainEngineConfig.model_fields, "group_size", "temperature"}
+    names = [name for name in type(engine).model_fields if name not in others]
     return [name for name in names if getattr(engine, name) != getattr(default, name)]
 
 

@@ -30,6 +30,10 @@ class SourceConfig(ConfigBase):
     """Text at the end of the last user message."""
 
 
+PAIRS = ("dpo", "rw")
+"""Types of data sets whose rows are pairs of answers."""
+
+
 class DatasetConfig(ConfigBase):
     """Prompts, demonstrations or pairs of answers."""
 

@@ -11,14 +11,7 @@ from arealite.api.config import checks
 from arealite.api.config.algorithm import GRPO_DEFAULTS, PRESETS, resolve_choices
 from arealite.api.config.data import DatasetConfig, EvaluatorConfig, RecoverConfig, SaverConfig, StatsLoggerConfig
 from arealite.api.config.launcher import ClusterSpecConfig, LauncherConfig
-from arealite.api.config.model import (
-    DPOEngineConfig,
-    OptimizerConfig,
-    PPOActorConfig,
-    PPOCriticConfig,
-    RWEngineConfig,
-    TrainEngineConfig,
-)
+from arealite.api.config.model import OptimizerConfig, PPOActorConfig, PPOCriticConfig, TrainEngineConfig
 from arealite.api.config.rollout import (
     ALL_TOKENS,
     DEFAULT_KEPT_IDS,
@@ -30,7 +23,18 @@ from arealite.api.config.rollout import (
     LiteConfig,
 )
 from arealite.api.config.schema import config_keys
-from arealite.api.config.types import MISSING, Bool, ConfigBase, Finite, Name, NonNegativeInt, PositiveInt, RunBlock
+from arealite.api.config.types import (
+    MISSING,
+    Bool,
+    ConfigBase,
+    Finite,
+    Name,
+    NonNegative,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    RunBlock,
+)
 from arealite.api.config.workers import WorkersConfig
 from arealite.api.errors import ConfigError
 
@@ -68,6 +72,14 @@ class BaseExperimentConfig(ConfigBase):
         **_same("valid_dataset", "train_dataset", "image_key", "chosen_key", "rejected_key"),
     }
     """Keys that take another key's value unless they are given, besides those of `OF_RUN`."""
+    SCRIPTS: ClassVar[Mapping[str, str]] = {}
+    """Scripts in examples/arealite of `arealite train`, by `trainer.type`."""
+    TITLE: ClassVar[str] = ""
+    """Title of its report."""
+    LOSS: ClassVar[str] = ""
+    """Metric that the line of a step shows as its loss."""
+    DATA_TYPE: ClassVar[str] = ""
+    """Value of `train_dataset.type`."""
 
     experiment_name: Name = MISSING
     """Name of the experiment."""
@@ -168,8 +180,22 @@ class BaseExperimentConfig(ConfigBase):
         """Whether each rank also trains a critic."""
         return isinstance(getattr(self, "critic", None), PPOCriticConfig)
 
+    def derive(self) -> None:
+        """Fill in what follows from several keys: the allocation names the servers. Experiments add their own."""
+        rollout, mode = self.rollout, self.allocation
+        if rollout is None:
+            return
+        checks.check_named_servers(mode, self.allocation_mode, rollout)
+        if mode is not None and mode.gen_backend is not None:
+            rollout.backend = cast(BackendName, mode.gen_backend)
+            rollout.num_servers = rollout.num_servers or mode.gen_dp_size
+            rollout.servers_sleep = mode.takes_turns
+            rollout.weight_update = rollout.weight_update or ("disk" if mode.takes_turns else "broadcast")
+            path = self.trained[1].path
+            rollout.colocated = ColocatedConfig(path=path, **vars(self.lite)) if mode.is_colocated else None
+
     def check(self) -> None:
-        """Let the allocation name the servers, and refuse contradictions; experiments add their own."""
+        """Refuse contradictions; experiments add their own."""
         rollout, mode = self.rollout, self.allocation
         checks.check_loggers(self.stats_logger)
         checks.check_schedule(self.recover, self.evaluator, self.valid_dataset)
@@ -181,13 +207,6 @@ class BaseExperimentConfig(ConfigBase):
         for key, engine in vars(self).items():
             if isinstance(engine, TrainEngineConfig):
                 checks.check_engine(engine, key, self.cluster, num_ranks)
-        if rollout is not None and mode is not None and mode.gen_backend is not None:
-            rollout.backend = cast(BackendName, mode.gen_backend)
-            rollout.num_servers = rollout.num_servers or mode.gen_dp_size
-            rollout.servers_sleep = mode.takes_turns
-            rollout.weight_update = rollout.weight_update or ("disk" if mode.takes_turns else "broadcast")
-            path = self.trained[1].path
-            rollout.colocated = ColocatedConfig(path=path, **vars(self.lite)) if mode.is_colocated else None
 
 
 class SFTConfig(BaseExperimentConfig):
@@ -198,8 +217,10 @@ class SFTConfig(BaseExperimentConfig):
         "tokenizer_path": "model.path",
         "model.path": "tokenizer_path",
     }
+    SCRIPTS: ClassVar[Mapping[str, str]] = {"sft": "gsm8k_sft"}
+    TITLE: ClassVar[str] = "Supervised fine-tuning"
+    LOSS: ClassVar[str] = "sft/loss"
     DATA_TYPE: ClassVar[str] = "sft"
-    """What `train_dataset.type` must be."""
 
     rollout: None = None
     """There are no servers."""
@@ -214,6 +235,17 @@ class SFTConfig(BaseExperimentConfig):
         checks.check_training(self.model, "model", self.train_dataset, self.DATA_TYPE)
 
 
+class DPOEngineConfig(TrainEngineConfig):
+    """A policy that learns from pairs of answers, or its frozen reference."""
+
+    disable_dropout: Bool = True
+    """Dropout would make the ratio to the reference noise."""
+    loss_type: Literal["dpo", "ipo"] = "dpo"
+    """`dpo` takes the sum of log ratios over an answer (arXiv:2305.18290), `ipo` their mean (arXiv:2310.12036)."""
+    beta: Positive = 0.1
+    """Strength of the pull to the reference: beta of dpo, tau of ipo."""
+
+
 class DPOConfig(SFTConfig):
     """Direct preference optimisation on pairs of answers."""
 
@@ -221,7 +253,10 @@ class DPOConfig(SFTConfig):
         **SFTConfig.DEFAULTS_FROM,
         **_same("ref", "model", "path", "attn_impl", *_OF_FROZEN),
     }
-    DATA_TYPE = "dpo"
+    SCRIPTS: ClassVar[Mapping[str, str]] = {"dpo": "dpo"}
+    TITLE: ClassVar[str] = "Preference optimization"
+    LOSS: ClassVar[str] = "dpo/loss"
+    DATA_TYPE: ClassVar[str] = "dpo"
 
     train_dataset: DatasetConfig = DatasetConfig(type="dpo")
     """Training data."""
@@ -236,10 +271,22 @@ class DPOConfig(SFTConfig):
         checks.check_frozen(self.ref, "ref")
 
 
+class RWEngineConfig(TrainEngineConfig):
+    """A reward model: a sequence classifier of one label. A language model gets a head that starts at 0."""
+
+    HAS_VALUE_HEAD: ClassVar[bool] = True
+
+    center: NonNegative = 0.0
+    """Weight of (chosen + rejected score)^2 in the loss, which keeps scores near 0 (0.01 in use)."""
+
+
 class RWConfig(SFTConfig):
     """A reward model, trained on pairs of answers."""
 
-    DATA_TYPE = "rw"
+    SCRIPTS: ClassVar[Mapping[str, str]] = {"rw": "reward_model"}
+    TITLE: ClassVar[str] = "Reward modelling"
+    LOSS: ClassVar[str] = "rw/loss"
+    DATA_TYPE: ClassVar[str] = "rw"
 
     train_dataset: DatasetConfig = DatasetConfig(type="rw")
     """Training data."""
@@ -263,6 +310,10 @@ class GRPOConfig(BaseExperimentConfig):
         "actor.path": "tokenizer_path",
     }
 
+    SCRIPTS: ClassVar[Mapping[str, str]] = {"grpo": "gsm8k_grpo", "distill": "distill"}
+    TITLE: ClassVar[str] = "GRPO"
+    LOSS: ClassVar[str] = "policy/loss"
+    DATA_TYPE: ClassVar[str] = "rl"
     CHOICES: ClassVar[Mapping[str, Any]] = GRPO_DEFAULTS
     """Choices of the algorithm without a preset."""
 
@@ -285,15 +336,19 @@ class GRPOConfig(BaseExperimentConfig):
     teacher: PPOActorConfig | None = None
     """The teacher of on-policy distillation; None is no teacher. Dtype and memory settings follow `actor`."""
 
-    def check(self) -> None:
-        """Apply `async_training`, fill in the choices of the algorithm and `top_k`, and refuse contradictions."""
+    def derive(self) -> None:
+        """Apply `async_training`, and fill in the choices of the algorithm and `top_k`."""
+        super().derive()
         if not self.async_training:
             self.rollout.max_head_offpolicyness = 0
-        super().check()
         self.actor = resolve_choices(self.actor, self.CHOICES)
         if self.gconfig.narrows and self.gconfig.top_k >= ALL_TOKENS:
             self.gconfig.top_k = DEFAULT_KEPT_IDS
-        checks.check_training(self.actor, "actor", self.train_dataset, "rl")
+
+    def check(self) -> None:
+        """Refuse contradictions, also of the algorithm."""
+        super().check()
+        checks.check_training(self.actor, "actor", self.train_dataset, self.DATA_TYPE)
         checks.check_servers(self.rollout, self.lite, gconfig=self.gconfig, eval_gconfig=self.eval_gconfig)
         checks.check_sampling(self.gconfig, self.rollout, self.cluster)
         checks.check_objective(self.actor, self.gconfig, self.rollout)
@@ -310,6 +365,8 @@ class PPOConfig(GRPOConfig):
         **_same("critic", "actor", "path", "dtype", "attn_impl", "mb_spec", "fsdp", "torch_compile"),
         **_same("critic", "actor", "gradient_checkpointing", "activation_offloading", "ppo_n_minibatches"),
     }
+    SCRIPTS: ClassVar[Mapping[str, str]] = {"ppo": "gsm8k_ppo"}
+    TITLE: ClassVar[str] = "PPO"
     CHOICES: ClassVar[Mapping[str, Any]] = PRESETS["ppo"]
 
     critic: PPOCriticConfig = PPOCriticConfig(optimizer=OptimizerConfig())
@@ -320,7 +377,7 @@ class PPOConfig(GRPOConfig):
     def check(self) -> None:
         """Refuse contradictions, and what the critic lacks."""
         super().check()
-        checks.check_training(self.critic, "critic", self.train_dataset, "rl")
+        checks.check_training(self.critic, "critic", self.train_dataset, self.DATA_TYPE)
         checks.check_equal("critic.group_size", self.critic.group_size, "gconfig.n_samples", self.gconfig.n_samples)
 
 
@@ -334,6 +391,8 @@ class EvalConfig(BaseExperimentConfig):
         "model.path": "tokenizer_path",
         "rollout.consumer_batch_size": "valid_dataset.batch_size",
     }
+    SCRIPTS: ClassVar[Mapping[str, str]] = {"eval": "evaluate", "null": "evaluate"}
+    TITLE: ClassVar[str] = "Evaluation"
 
     train_dataset: DatasetConfig = DatasetConfig(path="")
     """Must not be given: nothing is trained."""
@@ -356,12 +415,21 @@ class EvalConfig(BaseExperimentConfig):
     def sampling(self) -> GenerationHyperparameters:
         return self.gconfig.new(top_p=1.0, top_k=ALL_TOKENS, min_p=0.0)  # servers need not return what these kept
 
-    def check(self) -> None:
-        """Fill in the numbers k, and refuse contradictions."""
-        super().check()
+    def derive(self) -> None:
+        """Fill in the numbers k."""
+        super().derive()
         size = self.gconfig.n_samples
         powers = {2**i for i in range(size.bit_length())}
         self.pass_at_k = sorted(powers | {size} if self.pass_at_k is None else {*self.pass_at_k})
-        checks.check_evaluation(self.allocation, self.pass_at_k, self.recover, self.gconfig, self.train_dataset.path)
+
+    def check(self) -> None:
+        """Refuse contradictions."""
+        super().check()
+        ks = self.pass_at_k or []
+        checks.check_evaluation(self.allocation, ks, self.recover, self.gconfig, self.train_dataset.path)
         samplers = {"gconfig": self.gconfig, "eval_gconfig": self.eval_gconfig or self.gconfig}
         checks.check_servers(self.rollout, self.lite, **samplers)
+
+
+EXPERIMENTS = (GRPOConfig, PPOConfig, SFTConfig, DPOConfig, RWConfig, EvalConfig)
+"""The experiments that come along. Another one is a class here, an engine and a script in examples/arealite."""

@@ -1,7 +1,8 @@
 """From a YAML file and `key=value` overrides to one checked dataclass, for any experiment.
 
 Order: old keys are moved, unknown ones refused, the rest is laid over the defaults, keys that follow another key take
-its value, `${...}` is resolved, pydantic checks types and ranges, and the config's own `check()` judges pairs.
+its value, `${...}` is resolved, pydantic checks types and ranges, the config's `derive()` fills in what follows from
+several keys, and its `check()` refuses contradictions.
 Every failure is a ConfigError that names key, value and fix. Only the YAML file is read and nothing is written.
 """
 
@@ -80,6 +81,7 @@ def load_expr_config(
     if ignore_unknown:
         _drop_unknown(values, keys)
     config = _validate(config_cls, values, keys, sources)
+    config.derive()
     config.check()
     config._from_environment = _from_environment(references, values)
     return config, config_file
@@ -282,8 +284,8 @@ def _resolve(
 
 
 def _laid_over(defaults: Tree, given: Tree) -> Tree:
-    """Return the defaults with what was given in their place, block by block."""
-    tree = defaults | given
+    """Return the defaults with what was given in their place, block by block; ??? leaves a default as it is."""
+    tree = defaults | {name: value for name, value in given.items() if value != MISSING or name not in defaults}
     blocks = [name for name in defaults.keys() & given.keys() if isinstance(given[name], dict)]
     return tree | {name: _laid_over(defaults[name], given[name]) for name in blocks if isinstance(defaults[name], dict)}
 

@@ -99,6 +99,8 @@ class TrainEngineConfig(RunBlock):
     """A model and how it is trained. Parameters are float32."""
 
     IS_EXTENDED: ClassVar[bool] = True
+    HAS_VALUE_HEAD: ClassVar[bool] = False
+    """Whether the model ends in one value per token instead of logits."""
 
     path: str = MISSING
     """Hugging Face folder or hub id of the model; filled in from `tokenizer_path` if only that is given."""
@@ -137,24 +139,6 @@ class TrainEngineConfig(RunBlock):
         names = ("path", "dtype", "cast_lm_head_to_fp32")
         is_same = all(getattr(self, name) == getattr(policy, name) for name in names)
         return is_same and self.optimizer is None and policy.lora is not None
-
-
-class DPOEngineConfig(TrainEngineConfig):
-    """A policy that learns from pairs of answers, or its frozen reference."""
-
-    disable_dropout: Bool = True
-    """Dropout would make the ratio to the reference noise."""
-    loss_type: Literal["dpo", "ipo"] = "dpo"
-    """`dpo` takes the sum of log ratios over an answer (arXiv:2305.18290), `ipo` their mean (arXiv:2310.12036)."""
-    beta: Positive = 0.1
-    """Strength of the pull to the reference: beta of dpo, tau of ipo."""
-
-
-class RWEngineConfig(TrainEngineConfig):
-    """A reward model: a sequence classifier of one label. A language model gets a head that starts at 0."""
-
-    center: NonNegative = 0.0
-    """Weight of (chosen + rejected score)^2 in the loss, which keeps scores near 0 (0.01 in use)."""
 
 
 @dataclass(frozen=True)
@@ -297,6 +281,8 @@ class PPOActorConfig(TrainEngineConfig):
 
 class PPOCriticConfig(TrainEngineConfig):
     """The critic: a sequence classifier of one label. A language model gets a head that starts at 0."""
+
+    HAS_VALUE_HEAD: ClassVar[bool] = True
 
     disable_dropout: Bool = True
     """Always on: values would depend on chance."""

@@ -7,15 +7,7 @@ from typing import Any, ClassVar
 
 from arealite.api.config import checks
 from arealite.api.config.data import DatasetConfig
-from arealite.api.config.experiment import (
-    BaseExperimentConfig,
-    DPOConfig,
-    EvalConfig,
-    GRPOConfig,
-    PPOConfig,
-    RWConfig,
-    SFTConfig,
-)
+from arealite.api.config.experiment import EXPERIMENTS, BaseExperimentConfig, GRPOConfig, SFTConfig
 from arealite.api.config.loader import load_expr_config
 from arealite.api.config.model import PPOActorConfig, TrainEngineConfig
 from arealite.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig
@@ -54,12 +46,17 @@ class RunConfig(BaseExperimentConfig):
     eval_gconfig: GenerationHyperparameters | None = None
     """Sampling of evaluations."""
 
-    def check(self) -> None:
+    def derive(self) -> None:
+        """Give a run with a policy and servers a `rollout` block."""
         names_servers = self.allocation is not None and self.allocation.gen_backend is not None
         if self.rollout is None and (self.gconfig is not None or (self.actor is not None and names_servers)):
             self.rollout = InferenceEngineConfig(consumer_batch_size=self.train_dataset.batch_size)
-        super().check()
+        super().derive()
         self.tokenizer_path = self.tokenizer_path or self.trained[1].path
+
+    def check(self) -> None:
+        """Refuse contradictions between the blocks that it has."""
+        super().check()
         if self.rollout is not None and self.gconfig is not None:
             eval_gconfig = self.eval_gconfig or self.gconfig
             checks.check_servers(self.rollout, self.lite, gconfig=self.gconfig, eval_gconfig=eval_gconfig)
@@ -74,8 +71,7 @@ def load_run_config(argv: Sequence[str], entry: Path | None = None) -> BaseExper
     nodes = _nodes(entry) if entry is not None else []
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     loads = [call for call in calls if last_name(call.func) == "load_expr_config" and len(call.args) == 2]
-    classes = (GRPOConfig, PPOConfig, SFTConfig, DPOConfig, RWConfig, EvalConfig)
-    ours: dict[str, type[BaseExperimentConfig]] = {cls.__name__: cls for cls in classes}
+    ours: dict[str, type[BaseExperimentConfig]] = {cls.__name__: cls for cls in EXPERIMENTS}
     names = {last_name(call.args[1]) for call in loads}
     cls = ours.get(names.pop(), RunConfig) if len(names) == 1 else RunConfig
     config = load_expr_config(argv, cls, ignore_unknown=cls is RunConfig)[0]

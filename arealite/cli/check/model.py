@@ -13,7 +13,6 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from arealite.agent.certificate import OUTCOMES, by_mode
 from arealite.api.cli_args import BaseExperimentConfig as Config
-from arealite.api.cli_args import RWEngineConfig
 from arealite.chat.certificate import Certificate, certify
 from arealite.chat.template import prompt_tokens
 from arealite.cli.check.findings import Findings, Level, counted
@@ -45,7 +44,7 @@ def check_model(found: Findings, config: Config) -> PreTrainedModel:
     try:
         if "/" not in block.path and not Path(block.path).is_dir():
             _ask_hub_once(block.path)
-        model = build_meta_model(block.path, attention, has_value_head=isinstance(block, RWEngineConfig))
+        model = build_meta_model(block.path, attention, has_value_head=block.HAS_VALUE_HEAD)
     except OSError as error:
         if Path(block.path).is_dir():
             raise
