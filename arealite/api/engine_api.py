@@ -1,4 +1,4 @@
-"""The two engines: one trains, one samples. Contracts only; implementations live in `arealite.engine`."""
+"""Contracts of the engine that trains, the engine that samples, and the workflow whose episodes the latter runs."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from arealite.api.io_struct import (
+    FinetuneSpec,
+    ModelRequest,
+    ModelResponse,
+    ParamSpec,
+    PromptId,
+    SaveLoadMeta,
+    WeightUpdateMeta,
+)
+
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
     from tensordict import TensorDict
-
-    from arealite.api.io_struct import (
-        FinetuneSpec,
-        ModelRequest,
-        ModelResponse,
-        ParamSpec,
-        SaveLoadMeta,
-        WeightUpdateMeta,
-    )
-    from arealite.api.workflow_api import OutsideRows, RolloutWorkflow
 
     LossFn = Callable[[Any, TensorDict], torch.Tensor]  # of LazyLogits, which live above contracts
     LossWeightFn = Callable[[TensorDict], float]
@@ -183,3 +183,43 @@ class InferenceEngine(abc.ABC):
     @abc.abstractmethod
     def note_checkpoint(self, step: int, position: int) -> None:
         """Note that a checkpoint was published whose `state_dict` had this `ledger_position`."""
+
+
+class RolloutWorkflow(abc.ABC):
+    """Turns one item of the data set into one trajectory.
+
+    A workflow that has an attribute `tokenizer` gets its texts into the stored rollouts.
+    """
+
+    @abc.abstractmethod
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict | None:
+        """Run one episode; None rejects it.
+
+        Returns a padded TensorDict with one row per sample: `input_ids [B, S]` int64, `attention_mask [B, S]` bool,
+        `loss_mask [B, S]` (1 on sampled tokens), `logprobs [B, S]` (the server's; 0 elsewhere), `versions [B, S]`
+        (the weights that sampled the token; -1 elsewhere), `rewards [B]`, and optionally `no_eos [B]` bool (the
+        answer was cut off at the token limit).
+
+        A run, one sample of the group, has one row unless `sample_index [B]` int64 gives several rows the same number;
+        they then share `rewards`, and group statistics and metrics count the run once. `turn_rewards [B, S]` is what
+        each turn earned, on its last token: sums from a turn on are its return, and take the place of `rewards` for a
+        critic and without a baseline. Baselines of groups compare `rewards` and leave them out.
+
+        For a model that sees images, `pixel_values [B, P, D]` and `image_grid_thw [B, I, 3]` have the patches of each
+        row and their grids, padded with 0 (`VisionRLVRWorkflow`).
+
+        Any other key `[B]` is a metric of the workflow: its mean is logged as `workflow/<key>` (as `<key>` if that has
+        a `/`) and in evaluations as `eval/<key>`.
+        """
+
+
+class OutsideRows(abc.ABC):
+    """Rows that others bring when they like, in place of a dataloader; each starts an episode at once, or none."""
+
+    @abc.abstractmethod
+    def open(self, admit: Callable[[dict[str, Any]], Future[bool]], *, episode_timeout: float) -> None:
+        """Begin to take rows (rank 0, once); `admit` starts the episode of one, unless none may start now."""
+
+    @abc.abstractmethod
+    def fetch(self, prompt_id: PromptId) -> dict[str, Any]:
+        """Return what is left of a row after a restart."""

@@ -19,8 +19,6 @@ from arealite.api.run_folder import RunFolder
 if TYPE_CHECKING:
     import torch
 
-    from arealite.api.engine_api import TrainEngine
-
 StopReason = Literal["stop", "length"]
 MAX_LOGPROB = 1e-3
 """What rounding may make of the logprob of a certain token; more is refused."""
@@ -157,6 +155,13 @@ class WeightSharing(Protocol):
         """Return once the server samples no more, until the next `share`."""
 
 
+class SendsWeights(Protocol):
+    """The part of a TrainEngine that describes the tensors of a weight update."""
+
+    def get_param_specs(self, weight_chunked_mem_mb: int = 1024) -> list[list[ParamSpec]]:
+        """Return the buckets of all tensors in send order."""
+
+
 @dataclass
 class WeightUpdateMeta:
     """How weights are published, any number of times; shared by the sending and the receiving half on rank 0.
@@ -224,7 +229,7 @@ class WeightUpdateMeta:
     def from_fsdp_nccl(
         cls,
         allocation_mode: AllocationMode,
-        engine: TrainEngine,
+        engine: SendsWeights,
         nccl_group_name: str = "update_weight_group",
         weight_chunked_mem_mb: int = 1024,
         version: int | None = None,

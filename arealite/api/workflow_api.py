@@ -2,61 +2,18 @@
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from arealite.api.engine_api import OutsideRows as OutsideRows
+from arealite.api.engine_api import RolloutWorkflow as RolloutWorkflow
 
 if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
-    from arealite.api.engine_api import InferenceEngine
-    from arealite.api.io_struct import PromptId
-
 
 KEYS_OF_ROWS = ("rewards", "no_eos", "group_index", "sample_index")
-
-
-class RolloutWorkflow(abc.ABC):
-    """Turns one item of the data set into one trajectory.
-
-    A workflow that has an attribute `tokenizer` gets its texts into the stored rollouts.
-    """
-
-    @abc.abstractmethod
-    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict | None:
-        """Run one episode; None rejects it.
-
-        Returns a padded TensorDict with one row per sample: `input_ids [B, S]` int64, `attention_mask [B, S]` bool,
-        `loss_mask [B, S]` (1 on sampled tokens), `logprobs [B, S]` (the server's; 0 elsewhere), `versions [B, S]`
-        (the weights that sampled the token; -1 elsewhere), `rewards [B]`, and optionally `no_eos [B]` bool (the
-        answer was cut off at the token limit).
-
-        A run, one sample of the group, has one row unless `sample_index [B]` int64 gives several rows the same number;
-        they then share `rewards`, and group statistics and metrics count the run once. `turn_rewards [B, S]` is what
-        each turn earned, on its last token: sums from a turn on are its return, and take the place of `rewards` for a
-        critic and without a baseline. Baselines of groups compare `rewards` and leave them out.
-
-        For a model that sees images, `pixel_values [B, P, D]` and `image_grid_thw [B, I, 3]` have the patches of each
-        row and their grids, padded with 0 (`VisionRLVRWorkflow`).
-
-        Any other key `[B]` is a metric of the workflow: its mean is logged as `workflow/<key>` (as `<key>` if that has
-        a `/`) and in evaluations as `eval/<key>`.
-        """
-
-
-class OutsideRows(abc.ABC):
-    """Rows that others bring when they like, in place of a dataloader; each starts an episode at once, or none."""
-
-    @abc.abstractmethod
-    def open(self, admit: Callable[[dict[str, Any]], Future[bool]], *, episode_timeout: float) -> None:
-        """Begin to take rows (rank 0, once); `admit` starts the episode of one, unless none may start now."""
-
-    @abc.abstractmethod
-    def fetch(self, prompt_id: PromptId) -> dict[str, Any]:
-        """Return what is left of a row after a restart."""
 
 
 def own_metrics(batch: TensorDict) -> dict[str, torch.Tensor]:
