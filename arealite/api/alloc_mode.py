@@ -17,8 +17,8 @@ import re
 from dataclasses import dataclass
 from typing import NoReturn
 
-from arealite.api.config.rollout import BACKENDS
 from arealite.api.errors import ConfigError
+from arealite.api.servers import KINDS
 
 COLOCATED_BACKEND = "lite"
 """Its server runs in the trainer's process; others on the trainer's devices sleep while it computes."""
@@ -83,7 +83,7 @@ class AllocationMode:
                 type_ = AllocationType.DECOUPLED_EVAL if train is _ABSENT else AllocationType.DECOUPLED_TRAIN
                 return cls(type_, backend, gen, train)
             case [(None, _), (None, _)]:
-                names = ", ".join(BACKENDS)
+                names = ", ".join(KINDS)
                 _fail(text, 0, "no servers", f"Put a backend ({names}) and a dot before one side, e.g. sglang.d4+d4.")
             case [_, _]:
                 _fail(text, starts[1], "servers on both sides", "Name a backend on one side only.")
@@ -182,7 +182,7 @@ def _side(text: str, start: int, part: str) -> tuple[str | None, ParallelSizes]:
     return side["backend"], ParallelSizes(**sizes)
 
 
-_BACKEND = "|".join(BACKENDS)
+_BACKEND = "|".join(KINDS)
 _RIGHT = rf"(?:(?P<backend>{_BACKEND})\.)?(?P<dims>(?:[dptm][1-9][0-9]*)*)"
 """The longest beginning of a side that is right."""
 _NUMBER = "Write a number from 1 on after {it}, e.g. {it}1."
@@ -203,8 +203,8 @@ def _refuse(text: str, start: int, part: str) -> NoReturn:
     matches = ((re.match(pattern, part, re.DOTALL), got, change) for pattern, got, change in _MISTAKES)
     found, got, change = next((found, got, change) for found, got, change in matches if found is not None)
     words = {"it": "", **found.groupdict("")}
-    near = difflib.get_close_matches(words["it"].lower(), BACKENDS, n=1)
-    words["backends"] = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(BACKENDS)}."
+    near = difflib.get_close_matches(words["it"].lower(), KINDS, n=1)
+    words["backends"] = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(KINDS)}."
     words["lower"] = words["it"].lower()
     _fail(text, start + found.end(1), got.format(**words), change.format(**words))
 

@@ -15,7 +15,7 @@ from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
-from arealite.inference.backends import kind_of
+from arealite.inference.backends.program import ServerProgram
 from arealite.launcher.plan.jobs import server_job
 from arealite.launcher.plan.plan import Placement, check_model
 from arealite.utils.devices import visible_gpus
@@ -87,8 +87,9 @@ def _check(config: BaseExperimentConfig) -> list[str]:
             "Add e.g. allocation_mode=lite.d1."
         )
     check_model(config)
-    kind_of(config).check_block(config)
-    kind_of(config).check_installed(config)
+    program = ServerProgram(config)
+    program.check_block()
+    program.check_installed()
     if config.cluster.n_gpus_per_node == 0:
         return []
     gpus = visible_gpus()

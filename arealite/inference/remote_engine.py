@@ -21,7 +21,7 @@ from arealite.api.io_struct import FinetuneSpec, ModelRequest, ModelResponse, Ro
 from arealite.api.run_folder import RunFolder
 from arealite.api.script import refuse_import
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.inference.backends import KINDS, Backend
+from arealite.inference.backends import BACKENDS, Backend
 from arealite.inference.colocated import ColocatedServer
 from arealite.inference.completions import Completions
 from arealite.inference.discovery import Membership, named_servers, open_registry
@@ -87,9 +87,9 @@ class RemoteInferenceEngine(InferenceEngine):
         """`hand_out` makes of a training batch what the loop gets: a master of Core puts it into Ray's store. `clients`
         run training episodes in other processes; evaluations run here."""
         refuse_import()
-        kind = KINDS[config.backend]
-        if not issubclass(kind.backend, self.protocol):
-            fitting = [one.name for one in KINDS.values() if issubclass(one.backend, self.protocol)]
+        backend = BACKENDS[config.backend]
+        if not issubclass(backend, self.protocol):
+            fitting = [name for name, other in BACKENDS.items() if issubclass(other, self.protocol)]
             raise ConfigError(
                 f"rollout.backend must be {' or '.join(fitting)} for {type(self).__name__}: got {config.backend}. "
                 "Change allocation_mode, or construct a RemoteInferenceEngine, which takes any."
@@ -97,7 +97,7 @@ class RemoteInferenceEngine(InferenceEngine):
         self.config = config
         self.servers = ServerPool()
         accepts_mismatch = config.weight_check.on_mismatch == "warn"
-        self._backend = kind.backend(pause_mode=config.pause_mode, accepts_mismatch=accepts_mismatch)
+        self._backend = backend(pause_mode=config.pause_mode, accepts_mismatch=accepts_mismatch)
         self._hand_out, self._clients = hand_out, clients
         self._version = 0
         self._executor: RolloutExecutor | None = None

@@ -13,8 +13,8 @@ from tensordict import TensorDict
 from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.errors import WeightUpdateError
 from arealite.api.io_struct import ModelRequest
+from arealite.api.servers import KINDS
 from arealite.engine.ppo.actor import FSDPPPOActor
-from arealite.inference.backends import KINDS
 from arealite.inference.backends.base import Segment
 from arealite.inference.pool import Server
 from arealite.inference.remote_engine import RemoteInferenceEngine

@@ -14,7 +14,7 @@ from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.api.run_folder import RunFolder
 from arealite.engine.ppo.actor import FSDPPPOActor
-from arealite.inference.backends import KINDS
+from arealite.inference.backends import BACKENDS
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.utils import heartbeat
 from arealite.utils.distributed import agreed, is_agreed, on_rank_0
@@ -61,7 +61,7 @@ def _catch_up(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int,
 def _update(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int, *, only_joining: bool = False) -> bool:
     """Update the servers once (collective); return False if servers failed, without which it may be done again."""
     config, is_disk = rollout.config, rollout.config.weight_update == "disk"
-    default_senders = None if KINDS[config.backend].backend.receives_at_once else 1
+    default_senders = None if BACKENDS[config.backend].receives_at_once else 1
     num_senders = config.weight_update_senders or default_senders
     meta = WeightUpdateMeta(
         "disk" if is_disk else "nccl",

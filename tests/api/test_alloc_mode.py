@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arealite.api.alloc_mode import BACKENDS, AllocationMode, AllocationType, ParallelSizes
+from arealite.api.alloc_mode import AllocationMode, AllocationType, ParallelSizes
 from arealite.api.errors import ConfigError
+from arealite.api.servers import KINDS
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_mistakes_are_pointed_at(text: str, position: int, words: str) -> None:
 sizes = st.builds(ParallelSizes, *[st.integers(1, 1000)] * 3)
 
 
-@given(st.sampled_from(BACKENDS), sizes, sizes, st.sampled_from(AllocationType))
+@given(st.sampled_from([*KINDS]), sizes, sizes, st.sampled_from(AllocationType))
 def test_rendered_modes_parse_back(
     backend: str, gen: ParallelSizes, train: ParallelSizes, type_: AllocationType
 ) -> None:

@@ -292,8 +292,6 @@ def test_what_servers_do_differently_is_refused(tmp_path: Path) -> None:
             "without X.gradient_checkpointing",
         ),
         (GRPOConfig, ("activation_offloading=true",), "false on CPUs: got true and cluster.n_gpus_per_node=0"),
-        (GRPOConfig, ("cast_lm_head_to_fp32=true", "dtype=float32"), "must be false for a model in float32: got true"),
-        (RWConfig, ("cast_lm_head_to_fp32=true",), "must be false for a model of values: got true"),
         (GRPOConfig, ("fsdp.dp_replicate=2",), "must divide the number of trainer ranks: got 2 and 3"),
         (
             SFTConfig,

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig, OptimizerConfig, PPOActorConfig
 from arealite.api.io_struct import FinetuneSpec, ModelRequest
+from arealite.api.servers import KINDS
 from arealite.engine.ppo.actor import FSDPPPOActor
-from arealite.inference.backends import KINDS
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.weights.publish import publish_weights
 

@@ -15,12 +15,12 @@ from testing_vllm import ScriptedVLLM, vllm_config
 from tiny_models import VOCAB_SIZE, save_qwen3
 
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
-from arealite.api.config.rollout import BACKENDS
 from arealite.api.errors import ConfigError, ServerError, WeightUpdateError
 from arealite.api.io_struct import ModelRequest, ModelResponse, ParamSpec, WeightUpdateMeta
+from arealite.api.servers import KINDS
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.engine.vllm_remote import RemoteVLLMEngine
-from arealite.inference.backends import KINDS
+from arealite.inference.backends import BACKENDS
 from arealite.inference.backends.sglang import SGLangBackend
 from arealite.inference.backends.vllm import VLLMBackend
 from arealite.inference.remote_engine import RemoteInferenceEngine

@@ -1,49 +1,17 @@
 """Contradictions between config keys, grouped by the blocks that they compare; each experiment calls its groups."""
 
 import logging
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from arealite.api.alloc_mode import AllocationMode, AllocationType
 from arealite.api.config.data import LOGGER_MODES, DatasetConfig, EvaluatorConfig, RecoverConfig, StatsLoggerConfig
 from arealite.api.config.launcher import ClusterSpecConfig
 from arealite.api.config.model import OptimizerConfig, PPOActorConfig, TrainEngineConfig
-from arealite.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig, LiteConfig, PauseMode
+from arealite.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig, LiteConfig
 from arealite.api.config.workers import WorkersConfig
 from arealite.api.errors import ConfigError
+from arealite.api.servers import KINDS, kinds_where
 
 logger = logging.getLogger("arealite.config")
-
-
-@dataclass(frozen=True)
-class ServerLimits:
-    """What a kind of server supports, where kinds differ."""
-
-    pause_modes: tuple[PauseMode, ...] = ("abort", "retract", "in_place")
-    max_temperature: float = math.inf
-    max_kept_ids: float = math.inf
-    """Largest top_k for which it returns the ids that a token was sampled from."""
-    returns_kept_on_cpu: bool = True
-    """Whether it returns them without a GPU, too."""
-    is_embedded: bool = False
-    """Whether the `lite` block describes it."""
-    delays_stop_strings: bool = True
-    """Whether stop strings are searched for only after `min_new_tokens`."""
-
-
-LIMITS: dict[str, ServerLimits] = {
-    "sglang": ServerLimits(max_kept_ids=4096, delays_stop_strings=False),
-    "vllm": ServerLimits(
-        pause_modes=("abort", "retract", "in_place", "wait"), max_temperature=2.0, returns_kept_on_cpu=False
-    ),
-    "lite": ServerLimits(is_embedded=True),
-}
-
-
-def backends_where(is_supported: Callable[[ServerLimits], bool]) -> str:
-    """Name the kinds of servers to use instead."""
-    return " or ".join(name for name, limits in LIMITS.items() if is_supported(limits))
 
 
 def require(holds: bool, sentence: str) -> None:
@@ -82,10 +50,6 @@ def check_mixture(train: DatasetConfig, valid: DatasetConfig | None) -> None:
         (None in weights) == (set(weights) == {None}),
         f"weight must be given for all sources of a mixture, or for none: got {weights} in train_dataset and its "
         "mixed_with. Add the missing weights.",
-    )
-    require(
-        bool(train.mixed_with) or train.weight is None,
-        f"train_dataset.weight must be null without train_dataset.mixed_with: got {train.weight}. Remove it.",
     )
     require(
         train.shuffle or train.weight is None,
@@ -205,12 +169,6 @@ def check_engine(engine: TrainEngineConfig, key: str, cluster: ClusterSpecConfig
         cluster.n_gpus_per_node > 0 or not engine.activation_offloading,
         f"{key}.activation_offloading must be false on CPUs: got true and cluster.n_gpus_per_node=0. Remove it.",
     )
-    has_logits = not engine.HAS_VALUE_HEAD
-    require(
-        not engine.cast_lm_head_to_fp32 or (has_logits and engine.dtype != "float32"),
-        f"{key}.cast_lm_head_to_fp32 must be false for a model "
-        f"{'in float32' if has_logits else 'of values'}: got true. Remove it: its output layer is in float32 anyway.",
-    )
     copies = engine.fsdp.dp_replicate
     require(
         num_ranks is None or num_ranks % copies == 0,
@@ -232,7 +190,7 @@ def check_workers(workers: object) -> None:
 
 def check_servers(rollout: InferenceEngineConfig, lite: LiteConfig, **samplers: GenerationHyperparameters) -> None:
     """The chosen servers must do what is asked of them, by blocks of these keys, and as other servers would do it."""
-    backend, limits = rollout.backend, LIMITS[rollout.backend]
+    backend, limits = rollout.backend, KINDS[rollout.backend]
     modes = limits.pause_modes
     require(
         rollout.pause_mode in modes,
@@ -251,7 +209,7 @@ def check_servers(rollout: InferenceEngineConfig, lite: LiteConfig, **samplers: 
 
 def check_sampler(gconfig: GenerationHyperparameters, key: str, backend: str) -> None:
     """The block `key` must be possible, and possible for the servers."""
-    limits, temperature = LIMITS[backend], gconfig.temperature
+    limits, temperature = KINDS[backend], gconfig.temperature
     require(
         gconfig.min_new_tokens <= gconfig.max_new_tokens,
         f"{key}.min_new_tokens must be at most {key}.max_new_tokens: got {gconfig.min_new_tokens} and "
@@ -260,13 +218,13 @@ def check_sampler(gconfig: GenerationHyperparameters, key: str, backend: str) ->
     require(
         temperature <= limits.max_temperature,
         f"{key}.temperature must be at most {limits.max_temperature:g} for {backend}: got {temperature:g}. "
-        f"Lower it, or use {backends_where(lambda other: other.max_temperature >= temperature)}.",
+        f"Lower it, or use {kinds_where(lambda other: other.max_temperature >= temperature)}.",
     )
     require(
         limits.delays_stop_strings or not (gconfig.stop and gconfig.min_new_tokens > 0),
         f"{key}.min_new_tokens must be 0 with {key}.stop for {backend}: got {gconfig.min_new_tokens} and "
         f"{gconfig.stop}. It looks for stop strings from the first token on. Remove one, or use "
-        f"{backends_where(lambda other: other.delays_stop_strings)}.",
+        f"{kinds_where(lambda other: other.delays_stop_strings)}.",
     )
 
 
@@ -315,7 +273,7 @@ def check_sampling(
         f"gconfig.min_new_tokens must be 0 in training: got {gconfig.min_new_tokens}. Servers sample without stop "
         "tokens until then, and the trainer's logprobs are with them. Set it to 0; eval_gconfig may have another.",
     )
-    backend, limits = rollout.backend, LIMITS[rollout.backend]
+    backend, limits = rollout.backend, KINDS[rollout.backend]
     require(
         not gconfig.narrows or gconfig.top_k > 1,
         "gconfig.top_k must be at least 2 in training: got 1, so that the policy has no choice. Raise it or remove it.",
@@ -329,7 +287,7 @@ def check_sampling(
         not gconfig.narrows or limits.returns_kept_on_cpu or cluster.n_gpus_per_node > 0 or bool(rollout.server_addrs),
         f"gconfig.top_p must be 1 and gconfig.top_k and min_p left out for {backend} on CPUs: got {gconfig.top_p:g}, "
         f"{gconfig.top_k} and {gconfig.min_p:g}. It returns what it sampled from only on GPUs (its Model Runner V2); "
-        f"else ratios are wrong. Remove them, or use {backends_where(lambda one: one.returns_kept_on_cpu)}.",
+        f"else ratios are wrong. Remove them, or use {kinds_where(lambda one: one.returns_kept_on_cpu)}.",
     )
 
 

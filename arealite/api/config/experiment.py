@@ -16,7 +16,6 @@ from arealite.api.config.rollout import (
     ALL_TOKENS,
     DEFAULT_KEPT_IDS,
     AgentConfig,
-    BackendName,
     ColocatedConfig,
     GenerationHyperparameters,
     InferenceEngineConfig,
@@ -37,6 +36,7 @@ from arealite.api.config.types import (
 )
 from arealite.api.config.workers import WorkersConfig
 from arealite.api.errors import ConfigError
+from arealite.api.servers import KINDS, BackendName, ServerKind
 
 OF_RUN = {
     "experiment_name": "experiment_name",
@@ -75,7 +75,7 @@ class BaseExperimentConfig(ConfigBase):
     SCRIPTS: ClassVar[Mapping[str, str]] = {}
     """Scripts in examples/arealite of `arealite train`, by `trainer.type`."""
     TITLE: ClassVar[str] = ""
-    """Title of its report."""
+    """Title of its report, where its data do not tell more."""
     LOSS: ClassVar[str] = ""
     """Metric that the line of a step shows as its loss."""
     DATA_TYPE: ClassVar[str] = ""
@@ -168,6 +168,12 @@ class BaseExperimentConfig(ConfigBase):
     def sampling(self) -> GenerationHyperparameters | None:
         """How training episodes are sampled; None without servers."""
         return getattr(self, "gconfig", None)
+
+    @property
+    def server_kind(self) -> ServerKind:
+        """The kind of the servers of an experiment that has some."""
+        assert self.rollout is not None, type(self)
+        return KINDS[self.rollout.backend]
 
     @property
     def has_reference(self) -> bool:
@@ -311,7 +317,6 @@ class GRPOConfig(BaseExperimentConfig):
     }
 
     SCRIPTS: ClassVar[Mapping[str, str]] = {"grpo": "gsm8k_grpo", "distill": "distill"}
-    TITLE: ClassVar[str] = "GRPO"
     LOSS: ClassVar[str] = "policy/loss"
     DATA_TYPE: ClassVar[str] = "rl"
     CHOICES: ClassVar[Mapping[str, Any]] = GRPO_DEFAULTS
@@ -366,7 +371,6 @@ class PPOConfig(GRPOConfig):
         **_same("critic", "actor", "gradient_checkpointing", "activation_offloading", "ppo_n_minibatches"),
     }
     SCRIPTS: ClassVar[Mapping[str, str]] = {"ppo": "gsm8k_ppo"}
-    TITLE: ClassVar[str] = "PPO"
     CHOICES: ClassVar[Mapping[str, Any]] = PRESETS["ppo"]
 
     critic: PPOCriticConfig = PPOCriticConfig(optimizer=OptimizerConfig())
@@ -392,7 +396,6 @@ class EvalConfig(BaseExperimentConfig):
         "rollout.consumer_batch_size": "valid_dataset.batch_size",
     }
     SCRIPTS: ClassVar[Mapping[str, str]] = {"eval": "evaluate", "null": "evaluate"}
-    TITLE: ClassVar[str] = "Evaluation"
 
     train_dataset: DatasetConfig = DatasetConfig(path="")
     """Must not be given: nothing is trained."""

@@ -19,6 +19,7 @@ from typing import Any
 
 from arealite.api.config.schema import ConfigKey
 from arealite.api.errors import ConfigError
+from arealite.api.servers import KINDS
 
 logger = logging.getLogger("arealite.config")
 # All ranks of a run read the same config: only rank 0 logs warnings about it.
@@ -227,7 +228,7 @@ def _translated(given: dict[str, Any], changes: list[Change]) -> dict[str, Any]:
                 del block[norm]
                 block |= {key: value for key, value in choices.items() if key not in block}
     sizes = {name: str(block.get("backend")) for name, block in blocks.items() if name not in ("ref", "critic")}
-    sizes = {name: size for name, size in sizes.items() if re.fullmatch(r"(fsdp|sglang|vllm):\w+", size)}
+    sizes = {name: size for name, size in sizes.items() if re.fullmatch(rf"({'|'.join(('fsdp', *KINDS))}):\w+", size)}
     if sizes.keys() - {"rollout"} and "allocation_mode" not in given:
         given["allocation_mode"] = "+".join(sizes.values())
         for name in sizes:

@@ -12,9 +12,10 @@ from typing import Any, NoReturn, get_args
 from omegaconf import OmegaConf
 
 from arealite.api.config.legacy import Change
-from arealite.api.config.rollout import BACKENDS, InferenceEngineConfig
+from arealite.api.config.rollout import InferenceEngineConfig
 from arealite.api.config.workers import Strategy
 from arealite.api.errors import ConfigError
+from arealite.api.servers import KINDS
 
 logger = logging.getLogger("arealite.config")
 
@@ -71,8 +72,8 @@ def _translated(placements: Mapping[str, Any], backend: str) -> tuple[str, dict[
                 )
         elif call[1] != "actor":
             _fail(f"{_KEY} must place the servers as actor_gen, as they have the actor's weights", name, "Rename it.")
-        elif backend not in BACKENDS:
-            change = f"Set rollout.backend to {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}."
+        elif backend not in KINDS:
+            change = f"Set rollout.backend to {' or '.join(KINDS)}."
             _fail(
                 f"{key} must be servers whose kind rollout.backend names", f"{sum(bundles)} GPUs and {backend}", change
             )

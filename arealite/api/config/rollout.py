@@ -1,6 +1,6 @@
 """How completions are sampled, episodes scheduled and servers reached."""
 
-from typing import Literal, get_args
+from typing import Literal
 
 from arealite.api.config.types import (
     Addresses,
@@ -16,10 +16,8 @@ from arealite.api.config.types import (
     PositiveFraction,
     PositiveInt,
 )
+from arealite.api.servers import BackendName, PauseMode
 
-BackendName = Literal["sglang", "vllm", "lite"]
-PauseMode = Literal["abort", "retract", "in_place", "wait"]
-BACKENDS: tuple[str, ...] = get_args(BackendName)
 ALL_TOKENS = 100_000_000
 """The `top_k` that cuts nothing off."""
 DEFAULT_KEPT_IDS = 512

@@ -25,7 +25,7 @@ from arealite.cli.check.findings import Findings, counted
 from arealite.cli.check.memory import check_memory
 from arealite.cli.check.model import check_data, check_model, check_template, check_tokenizer, check_weights
 from arealite.cli.check.script import check_outputs, check_reward, check_trainer
-from arealite.inference.backends import kind_of
+from arealite.inference.backends.program import ServerProgram
 from arealite.inference.http import ServerConnection, deadline_in, open_session
 from arealite.launcher.place.local import LocalPlace
 from arealite.launcher.plan.jobs import environment, samples_in_trainer
@@ -98,7 +98,7 @@ def _check_server(found: Findings, config: Config, plan: Plan) -> None:
     """Ask servers for their health, or the program that will run what it says of its flags and of the model."""
     if foreign := foreign_servers(config):
         asyncio.run(_ask_health(found, foreign))
-    elif plan.servers and not kind_of(config).is_embedded:
+    elif plan.servers and not config.server_kind.is_embedded:
         _ask_program(found, config, plan)
 
 
@@ -111,7 +111,7 @@ async def _ask_health(found: Findings, addresses: Sequence[str]) -> None:
 
 def _ask_program(found: Findings, config: Config, plan: Plan) -> None:
     devices = plan.servers[0].devices
-    command = kind_of(config).command(config, index=0, num_gpus=max(1, len(devices)))
+    command = ServerProgram(config).command(index=0, num_gpus=max(1, len(devices)))
     command.insert(command.index("-m") + 2, "--check")
     gpus = {}
     if plan.num_nodes == 1:

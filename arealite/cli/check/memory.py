@@ -14,8 +14,7 @@ from arealite.api.cli_args import OptimizerConfig, TrainEngineConfig
 from arealite.cli.check.findings import Findings, Level
 from arealite.cli.check.model import context_of
 from arealite.engine.hf_model import build_meta_model
-from arealite.inference.backends import kind_of
-from arealite.inference.backends.kind import SHARED_MEMORY
+from arealite.inference.backends.program import SHARED_MEMORY, ServerProgram
 from arealite.launcher.plan.layout import make_layout
 from arealite.launcher.plan.plan import make_plan
 from arealite.launcher.plan.servers import foreign_servers
@@ -215,8 +214,8 @@ def _server_parts(config: Config, shape: ModelShape, longest: int, mode: Allocat
     rollout, sampling = config.rollout, config.sampling
     if rollout is None or sampling is None or mode.gen_dp_size == 0 or foreign_servers(config):
         return {}, 0
-    kind = kind_of(config)
-    dtype = getattr(torch, str(kind.flags(config).get("dtype", config.trained[1].dtype)), torch.bfloat16)
+    kind = config.server_kind
+    dtype = getattr(torch, str(ServerProgram(config).flags.get("dtype", config.trained[1].dtype)), torch.bfloat16)
     weights = shape.num_parameters * dtype.itemsize // mode.gen_tp_size
     kv_token = kv_bytes_per_token(shape, value_bytes=dtype.itemsize, gpus=mode.gen_tp_size)
     episodes = rollout.max_concurrent_rollouts or rollout.consumer_batch_size
@@ -280,8 +279,8 @@ def _fit_completions(found: Findings, config: Config, server: Parts, kv_token: i
 
 def _server_share(config: Config) -> float:
     """Return the share of a GPU that a server takes while it is awake."""
-    kind, takes_turns = kind_of(config), AllocationMode.from_str(config.allocation_mode).takes_turns
-    return float(kind.flags(config).get(kind.memory_flag) or (SHARED_MEMORY if takes_turns else _SERVER_SHARE))
+    program, takes_turns = ServerProgram(config), AllocationMode.from_str(config.allocation_mode).takes_turns
+    return float(program.flags.get(program.kind.memory_flag) or (SHARED_MEMORY if takes_turns else _SERVER_SHARE))
 
 
 def _plan(groups: Iterable[_Ranks], server: Parts, num_gpus: int) -> Table:

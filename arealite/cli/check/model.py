@@ -22,7 +22,7 @@ from arealite.dataset.loader import PromptLoader
 from arealite.engine.hf_model import build_meta_model, checkpoint_shapes, is_classifier
 from arealite.engine.lora import HEAD, add_adapters
 from arealite.engine.packed_attention import pick_attention
-from arealite.inference.backends import kind_of
+from arealite.inference.backends.program import ServerProgram
 from arealite.launcher.plan.servers import foreign_servers
 from arealite.planner.memory import model_shape
 from arealite.utils.hf import load_hf_tokenizer, load_image_processor
@@ -220,8 +220,7 @@ def context_of(config: Config, model: PreTrainedModel) -> float:
     """Return the longest sequence that model and servers take, in tokens, as far as the config tells."""
     limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None)]
     if config.rollout is not None and not foreign_servers(config):
-        kind = kind_of(config)
-        limits.append(kind.flags(config).get(kind.context_flag))
+        limits.append(ServerProgram(config).flags.get(config.server_kind.context_flag))
     # vLLM also takes 32k, and `auto`.
     return min((int(str(limit)) for limit in limits if str(limit).isdecimal()), default=float("inf"))
 

@@ -1,18 +1,11 @@
-"""Kinds of inference servers, one file each: its protocol, its flags and how it is started."""
+"""Protocols of inference servers, one file each; `arealite.api.servers` has the other facts of each kind."""
 
-from arealite.api.cli_args import BaseExperimentConfig
+from arealite.api.servers import BackendName
 from arealite.inference.backends.base import Backend
-from arealite.inference.backends.kind import ServerKind
-from arealite.inference.backends.lite import LITE
-from arealite.inference.backends.sglang import SGLANG
-from arealite.inference.backends.vllm import VLLM
+from arealite.inference.backends.lite import LiteBackend
+from arealite.inference.backends.sglang import SGLangBackend
+from arealite.inference.backends.vllm import VLLMBackend
 
-__all__ = ["KINDS", "Backend", "ServerKind", "kind_of"]
+__all__ = ["BACKENDS", "Backend"]
 
-KINDS: dict[str, ServerKind] = {kind.name: kind for kind in (SGLANG, VLLM, LITE)}
-
-
-def kind_of(config: BaseExperimentConfig) -> ServerKind:
-    """Return the kind of the servers of an experiment that has some."""
-    assert config.rollout is not None, type(config)
-    return KINDS[config.rollout.backend]
+BACKENDS: dict[BackendName, type[Backend]] = {"sglang": SGLangBackend, "vllm": VLLMBackend, "lite": LiteBackend}

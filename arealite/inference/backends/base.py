@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self, TypeGuard, get_args
 
-from arealite.api.config.rollout import PauseMode
 from arealite.api.errors import ConfigError, ContextOverflowError, ServerError
 from arealite.api.io_struct import MAX_LOGPROB, ModelRequest, ParamSpec
+from arealite.api.servers import PauseMode
 from arealite.inference.http import Json, ServerConnection, StatusError, bad_reply
 from arealite.inference.pool import Server, ServerFacts
 from arealite.utils.placeholders import collapse

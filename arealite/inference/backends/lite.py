@@ -4,7 +4,6 @@ buckets of several senders."""
 from typing import Any
 
 from arealite.inference.backends.base import Bucket, MismatchError, Sent, described
-from arealite.inference.backends.kind import ServerKind
 from arealite.inference.backends.sglang import SGLangBackend
 from arealite.inference.http import Json, ServerConnection, StatusError
 from arealite.inference.pool import ServerFacts
@@ -49,19 +48,3 @@ class LiteBackend(SGLangBackend):
             if error.status != _MISMATCH:
                 raise
             raise MismatchError(str(error)) from error
-
-
-LITE = ServerKind(
-    name="lite",
-    backend=LiteBackend,
-    module="arealite.server",
-    package=None,
-    block=lambda config: config.lite.model_dump(),
-    model_flag="model_path",
-    seed_flag="seed",
-    gpus_flag="",
-    context_flag="context",
-    memory_flag="",
-    in_place_flag="allow_stale_kv",
-    fixed_flags={"weight_version": 0},
-)

@@ -6,9 +6,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from arealite.api.config.rollout import ALL_TOKENS, PauseMode
+from arealite.api.config.rollout import ALL_TOKENS
 from arealite.api.errors import ConfigError, ServerError
 from arealite.api.io_struct import ModelRequest
+from arealite.api.servers import PauseMode
 from arealite.inference.backends.base import (
     Backend,
     Bucket,
@@ -20,7 +21,6 @@ from arealite.inference.backends.base import (
     prompt_ids,
     require,
 )
-from arealite.inference.backends.kind import ServerKind
 from arealite.inference.http import Json, ServerConnection, StatusError, bad_reply
 from arealite.inference.pool import ServerFacts
 
@@ -182,22 +182,3 @@ class SGLangBackend(Backend):
         if not are_names(names := reply.get("mismatched", [])):
             raise bad_reply(server.address, endpoint, "have a list of names as mismatched", reply)
         return names
-
-
-SGLANG = ServerKind(
-    name="sglang",
-    backend=SGLangBackend,
-    module="arealite.launcher.serve.sglang_server",
-    package="sglang",
-    block=lambda config: config.sglang,
-    model_flag="model_path",
-    seed_flag="random_seed",
-    gpus_flag="tp_size",
-    context_flag="context_length",
-    memory_flag="mem_fraction_static",
-    in_place_flag="disable_radix_cache",
-    fixed_flags={"base_gpu_id": 0, "weight_version": 0},
-    sleep_flag="enable_memory_saver",
-    sleep_env={"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"},  # else /health samples, which waits while it sleeps
-    abort_call=("/pause_generation", {"mode": "abort"}),
-)

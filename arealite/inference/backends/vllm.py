@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from arealite.api.config.rollout import ALL_TOKENS, PauseMode
+from arealite.api.config.rollout import ALL_TOKENS
 from arealite.api.errors import ConfigError, ServerError
 from arealite.api.io_struct import ModelRequest
+from arealite.api.servers import PauseMode
 from arealite.inference.backends.base import (
     Backend,
     Bucket,
@@ -24,7 +25,6 @@ from arealite.inference.backends.base import (
     prompt_ids,
     require,
 )
-from arealite.inference.backends.kind import ServerKind
 from arealite.inference.http import Json, ServerConnection, StatusError, bad_reply, deadline_in
 from arealite.inference.pool import ServerFacts
 
@@ -223,26 +223,3 @@ async def _call_workers(server: ServerConnection, method: str, **arguments: obje
     if not isinstance(results, list):
         raise bad_reply(server.address, f"/collective_rpc {method}", "have results", reply)
     return results
-
-
-VLLM = ServerKind(
-    name="vllm",
-    backend=VLLMBackend,
-    module="arealite.launcher.serve.vllm_server",
-    package="vllm",
-    block=lambda config: config.vllm,
-    model_flag="model",
-    seed_flag="seed",
-    gpus_flag="tensor_parallel_size",
-    context_flag="max_model_len",
-    memory_flag="gpu_memory_utilization",
-    in_place_flag="no_enable_prefix_caching",
-    kept_flag="return_sampling_mask",
-    sleep_flag="enable_sleep_mode",
-    has_negated_flags=True,
-    abort_call=("/pause?mode=abort", {}),
-    tied_embeddings_defect=(
-        "The model's embeddings are tied, and vLLM on a CPU serves wrong logits after it has reloaded such a model: "
-        "there use a model with tie_word_embeddings=false"
-    ),
-)

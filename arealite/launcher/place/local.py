@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.errors import ConfigError
-from arealite.inference.backends import kind_of
+from arealite.inference.backends.program import ServerProgram
 from arealite.launcher.place.base import Job, Place, Slot
 from arealite.launcher.plan.plan import Placement, Plan
 from arealite.utils.devices import visible_gpus
@@ -94,7 +94,7 @@ class LocalPlace(Place):
                 "cluster.n_nodes=1, or use arealite.launcher.ray, slurm or torchrun."
             )
         if plan.servers:
-            kind_of(config).check_installed(config)
+            ServerProgram(config).check_installed()
         if plan.groups and importlib.util.find_spec("ray") is None:
             raise ConfigError("Ray must be installed for workers: it is not. Run `pip install 'arealite[ray]'`.")
         if plan.num_gpus > len(self._gpus):

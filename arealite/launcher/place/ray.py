@@ -18,7 +18,7 @@ from typing import Any
 
 from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.errors import ConfigError
-from arealite.inference.backends import kind_of
+from arealite.inference.backends.program import ServerProgram
 from arealite.launcher.place.base import NodeLostError
 from arealite.launcher.place.local import READ_BYTES
 from arealite.launcher.place.relay import RelayPlace, RelaySlot
@@ -132,7 +132,7 @@ class RayPlace(RelayPlace):
     def check(self, config: BaseExperimentConfig, plan: Plan) -> None:
         """Connect to the cluster. Whether it has room is no question of now: a slot is waited for."""
         if plan.servers:
-            kind_of(config).check_installed(config)
+            ServerProgram(config).check_installed()
         connect()
 
     def registry_host(self, plan: Plan) -> str:

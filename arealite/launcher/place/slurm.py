@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from arealite.api.cli_args import BaseExperimentConfig, LauncherConfig
 from arealite.api.errors import ConfigError
-from arealite.inference.backends import kind_of
+from arealite.inference.backends.program import ServerProgram
 from arealite.launcher.place.local import READ_BYTES
 from arealite.launcher.place.relay import RelayPlace, RelaySlot
 from arealite.launcher.plan.plan import Placement, Plan, Run
@@ -70,7 +70,7 @@ class SlurmPlace(RelayPlace):
                 f"({' '.join(self._nodes)}). Leave --nodes out of launcher.slurm.sbatch_additional_args."
             )
         if plan.servers and not config.launcher.slurm.inference_server_image:
-            kind_of(config).check_installed(config)
+            ServerProgram(config).check_installed()
 
     def registry_host(self, plan: Plan) -> str:
         return host_ip(self._nodes[1]) if plan.num_nodes > 1 else LOOPBACK

@@ -16,7 +16,7 @@ import arealite
 from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig
 from arealite.api.config.algorithm import describe_choices
 from arealite.api.script import TRACEBACK_VARIABLE
-from arealite.inference.backends import kind_of
+from arealite.inference.backends.program import ServerProgram
 from arealite.launcher.place.base import Job
 from arealite.launcher.plan.plan import Placement, Plan, Run, setup_timeout_s
 from arealite.launcher.plan.servers import foreign_servers
@@ -28,8 +28,8 @@ _SHOWN = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SI
 
 def server_job(config: BaseExperimentConfig, placement: Placement, host: str, gpus: Sequence[str]) -> Job:
     """Describe a server, which listens at `host` and picks its own port."""
-    kind = kind_of(config)
-    command = kind.command(config, index=placement.index, num_gpus=max(1, len(placement.devices)))
+    kind = config.server_kind
+    command = ServerProgram(config).command(index=placement.index, num_gpus=max(1, len(placement.devices)))
     serve = [sys.executable, "-m", "arealite.launcher.serve", "--backend", kind.name]
     serve += ["--name", placement.name, "--host", host, "--setup-timeout", str(setup_timeout_s(config))]
     env = environment(

@@ -13,7 +13,7 @@ from arealite.api.alloc_mode import AllocationType
 from arealite.api.cli_args import BaseExperimentConfig, LauncherConfig
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
-from arealite.inference.backends import kind_of
+from arealite.inference.backends.program import ServerProgram
 from arealite.launcher.plan.layout import Group, make_layout
 from arealite.launcher.plan.servers import num_own_servers
 
@@ -105,7 +105,7 @@ def checked_plan(config: BaseExperimentConfig) -> Plan:
             "is there from an earlier one. Choose another trial_name."
         )
     if plan.servers:
-        kind_of(config).check_block(config)
+        ServerProgram(config).check_block()
     return plan
 
 

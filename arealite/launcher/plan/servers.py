@@ -5,7 +5,6 @@ import os
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.errors import ConfigError
-from arealite.inference.backends import kind_of
 from arealite.utils.environment import SERVER_ADDRS_VARIABLE
 from arealite.utils.network import addresses_in
 
@@ -41,7 +40,7 @@ def num_own_servers(config: BaseExperimentConfig, mode: AllocationMode) -> int:
             f"allocation_mode must name servers for reinforcement learning: got {mode}. "
             f"Write e.g. lite.d1+{mode}, or give rollout.server_addrs."
         )
-    has_one_gpu = not kind_of(config).gpus_flag
+    has_one_gpu = not config.server_kind.gpus_flag
     if mode.gen_pp_size > 1 or (has_one_gpu and mode.gen_tp_size > 1):
         limits = "p1t1" if has_one_gpu else "p1"
         raise ConfigError(f"servers of {mode.gen_backend} must have {limits} in allocation_mode: got {mode.gen}.")

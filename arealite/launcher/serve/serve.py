@@ -28,7 +28,7 @@ import psutil
 
 from arealite.api.errors import ConfigError
 from arealite.api.script import show_refusal
-from arealite.inference.backends import KINDS
+from arealite.api.servers import KINDS
 from arealite.launcher.place.base import Job
 from arealite.launcher.place.local import JobRun
 from arealite.launcher.serve.registration import Registration

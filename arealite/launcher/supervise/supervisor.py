@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from arealite.api.errors import ConfigError
-from arealite.inference.backends import kind_of
 from arealite.launcher.place.base import Job, NodeLostError, Place, Slot
 from arealite.launcher.plan.jobs import server_job, trainer_job
 from arealite.launcher.plan.plan import Placement, Run, setup_timeout_s, trains
@@ -99,7 +98,9 @@ class Supervisor:
         self._addresses = {address: address for address in foreign_servers(run.config)}  # of servers once ready
         self._server_names = [one.name for one in run.plan.servers]
         self._are_servers_ready = asyncio.Event()
-        publishing = run.plan.placements if run.plan.servers and kind_of(run.config).is_embedded else run.plan.trainers
+        publishing = (
+            run.plan.placements if run.plan.servers and run.config.server_kind.is_embedded else run.plan.trainers
+        )
         self._expected = [one.name for one in publishing]  # will tell the stall watch what they do
         self._num_output_bytes = 0
         self._watches: list[asyncio.Future[ExitReason]] = []  # each ends with a reason to end the run

@@ -1,4 +1,4 @@
-"""The number of files that a new experiment and a new key of the algorithm touch, by those that are there."""
+"""The number of files that a new experiment, key or kind of server touches, counted for those that there are."""
 
 import re
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_an_experiment_is_its_config_its_engine_and_its_script(engine: str, word
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda cls: cls.__name__)
 def test_an_experiment_says_what_others_show(experiment: type) -> None:
-    assert experiment.TITLE and experiment.SCRIPTS
+    assert experiment.SCRIPTS and (experiment.TITLE or experiment.DATA_TYPE in ("", "rl"))
     for script in experiment.SCRIPTS.values():
         assert (REPOSITORY / "examples" / "arealite" / f"{script}.py").is_file()
 
@@ -48,3 +48,11 @@ OF_OBJECTIVES = [
 @pytest.mark.parametrize("key", [key for key in OF_OBJECTIVES if not key.startswith("eps_clip")])  # which presets set
 def test_a_key_of_an_objective_is_its_field_and_its_use(key: str) -> None:
     assert files_with(key) - HINTS == {"arealite/api/config/model.py", "arealite/algorithms/objectives.py"}
+
+
+def test_a_kind_of_server_is_its_facts_its_protocol_and_a_line() -> None:
+    """And a block of its flags. The programs that wrap it, and the alias of the original, come on top."""
+    named = files_with("VLLMBackend", "VLLM = ServerKind", "config.vllm")
+    own = {name for name in named if "vllm" in name.rpartition("/")[2]}
+    assert "arealite/inference/backends/vllm.py" in own
+    assert named - own == {"arealite/api/servers.py", "arealite/inference/backends/__init__.py"}
