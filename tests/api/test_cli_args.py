@@ -590,8 +590,8 @@ def test_a_fault_is_told_once_and_all_faults_are_told(tmp_path: Path) -> None:
 
 
 def test_a_file_may_leave_to_the_command_what_has_a_default(tmp_path: Path) -> None:
-    assert load(tmp_path, MINIMAL + "total_train_steps: ???\nrollout: {backend: ???}\n").rollout.backend == "sglang"
-    assert "actor.path must be given" in refusal(tmp_path, MINIMAL, "actor.path=???")
+    assert load(tmp_path, MINIMAL + "rollout:\n  backend: ???\n").rollout.backend == "sglang"
+    assert load(tmp_path, MINIMAL, "actor.path=???").actor.path == "model"
 
 
 @pytest.mark.parametrize("key", ["experiment_name", "trial_name", "actor.path", "train_dataset.path"])

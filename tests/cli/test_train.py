@@ -57,7 +57,7 @@ def test_a_type_is_its_script_with_its_config_of_a_cpu(kind: str, capsys: pytest
     told = shown(
         capsys, *(f"trainer.{kind}.{key}" for key in keys[:-2]), *keys[-2:], f"trainer.type={kind}", "--dry-run"
     )
-    key = "valid_dataset" if kind == "null" else "train_dataset"
+    key = "valid_dataset" if kind in ("eval", "null") else "train_dataset"
     data = yaml.safe_load((EXAMPLES / "configs" / config).read_text())[key]["path"]
     assert Path(REPOSITORY / data.partition(":")[0]).is_file(), "it comes with the examples"
     words = dry_run(kind, config, f"{key}.path={REPOSITORY / data}", *keys)

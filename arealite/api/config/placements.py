@@ -73,7 +73,7 @@ def _translated(placements: Mapping[str, Any], backend: str) -> tuple[str, dict[
         elif call[1] != "actor":
             _fail(f"{_KEY} must place the servers as actor_gen, as they have the actor's weights", name, "Rename it.")
         elif backend not in KINDS:
-            change = f"Set rollout.backend to {' or '.join(KINDS)}."
+            change = f"Set rollout.backend to one of {', '.join(KINDS)}."
             _fail(
                 f"{key} must be servers whose kind rollout.backend names", f"{sum(bundles)} GPUs and {backend}", change
             )

@@ -87,7 +87,7 @@ PLACEMENTS = {
     "servers of an unknown kind": (
         ["rollout.backend=tgi"],
         "allocation_mode.actor_gen must be servers whose kind rollout.backend names: got 2 GPUs and tgi. Set "
-        "rollout.backend to sglang, vllm or lite.",
+        "rollout.backend to one of sglang, vllm, lite.",
     ),
     "workers that are no block": (
         ["workers.actor=2"],
