@@ -271,6 +271,6 @@ def test_a_call_that_blocks_a_worker_ends_the_run_and_is_named(connect: Connect)
 
 def test_a_workflow_that_can_not_be_made_ends_the_run_at_once(connect: Connect, workers: Workers) -> None:
     num_incidents = len(workers.incidents)
-    with pytest.raises(TypeError, match="no_such"):
+    with pytest.raises(ValueError, match="no_such"):
         connect(ScriptedServer(), functools.partial(SamplingWorkflow, no_such=1), num=1)
     assert len(workers.incidents) == num_incidents
