@@ -22,7 +22,9 @@ from arealite.api.config.launcher import SlurmLauncherConfig as SlurmLauncherCon
 from arealite.api.config.loader import load_expr_config as load_expr_config
 from arealite.api.config.loader import masked as masked
 from arealite.api.config.loader import to_yaml as to_yaml
+from arealite.api.config.model import AnyActorConfig as AnyActorConfig
 from arealite.api.config.model import CorrectionConfig as CorrectionConfig
+from arealite.api.config.model import FrozenActorConfig as FrozenActorConfig
 from arealite.api.config.model import FSDPEngineConfig as FSDPEngineConfig
 from arealite.api.config.model import FSDPWrapPolicy as FSDPWrapPolicy
 from arealite.api.config.model import LoRAConfig as LoRAConfig

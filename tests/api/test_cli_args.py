@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from arealite.api.cli_args import (
     DPOConfig,
+    FrozenActorConfig,
     GenerationHyperparameters,
     GRPOConfig,
     OptimizerConfig,
@@ -229,7 +230,7 @@ def test_the_stored_config_of_a_run_under_another_name_has_that_name_in_every_bl
 
 def test_reference_block_follows_actor(tmp_path: Path) -> None:
     config = load(tmp_path, MINIMAL, "ref={}", "actor.dtype=float32", "actor.mb_spec.n_mbs=3", "actor.kl_ctl=0.1")
-    assert isinstance(config.ref, PPOActorConfig)
+    assert isinstance(config.ref, FrozenActorConfig)
     assert (config.ref.path, config.ref.dtype, config.ref.mb_spec.n_mbs) == ("model", "float32", 3)
     assert config.ref.optimizer is None
 

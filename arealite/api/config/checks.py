@@ -5,7 +5,7 @@ import logging
 from arealite.api.alloc_mode import AllocationMode, AllocationType
 from arealite.api.config.data import LOGGER_MODES, DatasetConfig, EvaluatorConfig, RecoverConfig, StatsLoggerConfig
 from arealite.api.config.launcher import ClusterSpecConfig
-from arealite.api.config.model import OptimizerConfig, PPOActorConfig, TrainEngineConfig
+from arealite.api.config.model import FrozenActorConfig, OptimizerConfig, PPOActorConfig, TrainEngineConfig
 from arealite.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig, LiteConfig
 from arealite.api.config.workers import WorkersConfig
 from arealite.api.errors import ConfigError
@@ -337,7 +337,7 @@ def check_critic(actor: PPOActorConfig, *, has_critic: bool) -> None:
     )
 
 
-def check_reference(actor: PPOActorConfig, ref: PPOActorConfig | None, gconfig: GenerationHyperparameters) -> None:
+def check_reference(actor: PPOActorConfig, ref: FrozenActorConfig | None, gconfig: GenerationHyperparameters) -> None:
     """A KL penalty needs a reference, which is never trained."""
     if ref is None:
         require(
@@ -352,7 +352,7 @@ def check_reference(actor: PPOActorConfig, ref: PPOActorConfig | None, gconfig: 
     check_frozen(ref, "ref")
 
 
-def check_teacher(actor: PPOActorConfig, teacher: PPOActorConfig | None, gconfig: GenerationHyperparameters) -> None:
+def check_teacher(actor: PPOActorConfig, teacher: FrozenActorConfig | None, gconfig: GenerationHyperparameters) -> None:
     """Distillation and the teacher's block come together."""
     require(
         (teacher is not None) == (actor.baseline == "teacher"),

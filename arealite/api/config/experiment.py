@@ -11,7 +11,13 @@ from arealite.api.config import checks
 from arealite.api.config.algorithm import GRPO_DEFAULTS, PRESETS, resolve_choices
 from arealite.api.config.data import DatasetConfig, EvaluatorConfig, RecoverConfig, SaverConfig, StatsLoggerConfig
 from arealite.api.config.launcher import ClusterSpecConfig, LauncherConfig
-from arealite.api.config.model import OptimizerConfig, PPOActorConfig, PPOCriticConfig, TrainEngineConfig
+from arealite.api.config.model import (
+    FrozenActorConfig,
+    OptimizerConfig,
+    PPOActorConfig,
+    PPOCriticConfig,
+    TrainEngineConfig,
+)
 from arealite.api.config.rollout import (
     ALL_TOKENS,
     DEFAULT_KEPT_IDS,
@@ -336,9 +342,9 @@ class GRPOConfig(BaseExperimentConfig):
     """Agents that speak HTTP, of scripts that make an AgentWorkflow of them."""
     actor: PPOActorConfig = PPOActorConfig(optimizer=OptimizerConfig())
     """The policy and its algorithm."""
-    ref: PPOActorConfig | None = None
+    ref: FrozenActorConfig | None = None
     """The reference of the KL penalty; None is no reference. Path, dtype and memory settings follow `actor`."""
-    teacher: PPOActorConfig | None = None
+    teacher: FrozenActorConfig | None = None
     """The teacher of on-policy distillation; None is no teacher. Dtype and memory settings follow `actor`."""
 
     def derive(self) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+from arealite.api.config.model import FrozenActorConfig, PPOActorConfig
 from arealite.api.config.schema import ConfigKey
 from arealite.api.errors import ConfigError
 from arealite.api.servers import KINDS
@@ -85,7 +86,7 @@ THEIR_WORDS = {
     "optimizer.gradient_clipping": "max_grad_norm grad_clip clip_grad",
     "dtype": "bf16 torch_dtype mixed_precision",
     "gradient_checkpointing": "enable_gradient_checkpointing activation_checkpointing",
-    "fsdp.offload_params": "param_offload cpu_offload",
+    "fsdp.offload_params": "offload param_offload cpu_offload",
     "lora.rank": "lora_rank lora_r r",
     "lora.alpha": "lora_alpha",
     "lora.target_modules": "lora_target_modules",
@@ -134,7 +135,10 @@ THEIR_WORDS = {
 """Last parts of keys of TRL, verl, prime-rl and AReaL, by the end of our key. docs/migration.md shows this table."""
 _OURS = {theirs: ours for ours, words in THEIR_WORDS.items() for theirs in words.split()}
 
+_ALGORITHM = sorted(PPOActorConfig.model_fields.keys() - FrozenActorConfig.model_fields.keys())
+"""Keys of an actor that its frozen copies do not have."""
 _MODEL_TYPE = Dropped("the files of a model tell its type")
+_FROZEN = Dropped("a reference or teacher is never trained")
 _LOSS_SCALE = Dropped("compute is bfloat16 or float32, whose losses are not scaled")
 _NAME_RESOLVE = Dropped("the run itself is the registry of its servers")
 
@@ -171,6 +175,7 @@ DROPPED = {
     "rollout.blocking_call_s": Dropped("a workflow that blocks the event loop is reported after one second"),
     "launcher.on_stall": Dropped("a stall ends the run with exit status 4", ("stop",)),
     "*.node_timeout": Dropped("a rank ends 30 s after another node has fallen silent"),
+    **{f"{role}.{key}": _FROZEN for role in ("ref", "teacher") for key in _ALGORITHM},
     "stats_logger.swanlab.api_key": Dropped("secrets stay out of stored configs: export SWANLAB_API_KEY", (None,)),
 }
 """Patterns of keys without effect here; the first pattern that matches counts."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from arealite.api.config.types import (
     MISSING,
@@ -277,6 +277,28 @@ class PPOActorConfig(TrainEngineConfig):
     """Older key: true is proximal recompute with correction.action mask."""
     behav_imp_weight_cap: Positive | None = None
     """Older key: correction.upper of `use_decoupled_loss`."""
+
+    def as_actor(self) -> Self:
+        """Return a copy with what is always on, for an engine."""
+        return self.new(disable_dropout=True)
+
+
+class FrozenActorConfig(TrainEngineConfig):
+    """A reference or a teacher: a policy that only computes logprobs."""
+
+    disable_dropout: Bool = True
+    """Always on: dropout would make the ratios of policies noise."""
+    temperature: Positive = 1.0
+    """Temperature of the logprobs; must equal `gconfig.temperature`, from which it is filled in."""
+
+    def as_actor(self) -> PPOActorConfig:
+        """Return the same model as the config of an actor, whose algorithm is never used."""
+        fields = {name: getattr(self, name) for name in FrozenActorConfig.model_fields}
+        return PPOActorConfig(**fields | {"disable_dropout": True})
+
+
+AnyActorConfig = PPOActorConfig | FrozenActorConfig
+"""What a policy's engine is made of."""
 
 
 class PPOCriticConfig(TrainEngineConfig):

@@ -23,7 +23,7 @@ from arealite.algorithms.kl import k3, kl_estimates, kl_losses
 from arealite.algorithms.logprobs import LazyLogits, kept_sets, packed_logprobs, packed_logprobs_entropy, trained_tokens
 from arealite.algorithms.objectives import TokenLossFn, token_losses
 from arealite.algorithms.ratios import masked_log_ratio
-from arealite.api.cli_args import PPOActorConfig, resolve_choices
+from arealite.api.cli_args import AnyActorConfig, PPOActorConfig, resolve_choices
 from arealite.api.errors import ConfigError
 from arealite.api.workflow_api import runs_of
 from arealite.engine.fsdp_engine import FSDPEngine
@@ -358,8 +358,8 @@ class FSDPPPOActor(FSDPEngine, PPOActor):
     config: PPOActorConfig
 
     def __init__(
-        self, config: PPOActorConfig, loss_fn: TokenLossFn | None = None, advantage_fn: AdvantageFn | None = None
+        self, config: AnyActorConfig, loss_fn: TokenLossFn | None = None, advantage_fn: AdvantageFn | None = None
     ) -> None:
-        config = config.new(disable_dropout=True)
-        FSDPEngine.__init__(self, config)
-        PPOActor.__init__(self, config, engine=self, loss_fn=loss_fn, advantage_fn=advantage_fn)
+        actor = config.as_actor()
+        FSDPEngine.__init__(self, actor)
+        PPOActor.__init__(self, actor, engine=self, loss_fn=loss_fn, advantage_fn=advantage_fn)

@@ -502,19 +502,16 @@ def test_a_plan_shows_what_else_is_set(tmp_path: Path) -> None:
     assert not [one for one in plain if one.startswith(("kl_ctl", "group_adv", "second", "reward_bias", "temper"))]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "unused"),
-    [
-        (["ref={path: m, kl_ctl: 0.1, algorithm: grpo}"], "ref must have no keys of learning: got algorithm, kl_ctl."),
-        (["ref={path: m, lora: {rank: 4}}"], "ref must have no keys of learning: got lora."),
-        (["ref={path: m, correction: {action: mask}}"], "ref must have no keys of learning: got correction."),
-        (
-            ["actor.algorithm=opd", "ref={path: m}", "teacher={path: t, eps_clip: 0.2}"],
-            "teacher must have no keys of learning: got eps",
-        ),
-    ],
-)
-def test_what_a_frozen_model_cannot_use_is_refused(tmp_path: Path, overrides: list[str], unused: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        load(tmp_path, COMMON, "actor.kl_ctl=0.1", *overrides)
-    assert str(refused.value).startswith(unused)
+def test_a_frozen_model_has_no_adapters_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="ref must have no keys of learning: got lora"):
+        load(tmp_path, COMMON, "actor.kl_ctl=0.1", "ref={path: m, lora: {rank: 4}}")
+
+
+def test_keys_of_an_algorithm_have_no_effect_in_frozen_models(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    given = ["ref={path: m, kl_ctl: 0.2, correction: {action: mask}}", "teacher={path: t, eps_clip: 0.3}"]
+    with caplog.at_level(logging.WARNING, logger="arealite.config"):
+        config = load(tmp_path, COMMON, "actor.algorithm=opd", "gconfig.temperature=0.5", *given)
+    dropped = [message.split(" ")[0] for message in caplog.messages if "is never trained" in message]
+    assert sorted(dropped) == ["ref.correction", "ref.kl_ctl", "teacher.eps_clip"]
+    frozen = config.ref.as_actor()
+    assert (frozen.path, frozen.temperature, frozen.kl_ctl, frozen.optimizer) == ("m", 0.5, 0.0, None)

@@ -10,6 +10,7 @@ from arealite.api.cli_args import (
     BaseExperimentConfig,
     DPOConfig,
     EvalConfig,
+    FrozenActorConfig,
     GRPOConfig,
     LoRAConfig,
     PPOActorConfig,
@@ -130,7 +131,7 @@ def test_a_script_that_loads_a_class_of_ours_is_judged_by_it_before_anything_sta
         (RWConfig(), "model", False, False, False),
         (DPOConfig(), "model", False, True, False),
         (GRPOConfig(), "actor", True, False, False),
-        (GRPOConfig(ref=PPOActorConfig()), "actor", True, True, False),
+        (GRPOConfig(ref=FrozenActorConfig()), "actor", True, True, False),
         (PPOConfig(), "actor", True, False, True),
         (EvalConfig(), "model", True, False, False),
         (RunConfig(actor=PPOActorConfig(), ref={}), "actor", False, True, False),
@@ -144,7 +145,7 @@ def test_the_blocks_tell_what_is_trained_and_held(
     assert found == (has_sampling, has_reference, has_critic)
 
 
-@pytest.mark.parametrize("config", [DPOConfig(), GRPOConfig(ref=PPOActorConfig())])
+@pytest.mark.parametrize("config", [DPOConfig(), GRPOConfig(ref=FrozenActorConfig())])
 def test_a_reference_that_a_policy_with_adapters_contains_is_none(config: BaseExperimentConfig) -> None:
     config.trained[1].lora = LoRAConfig()
     assert not config.has_reference
