@@ -136,7 +136,7 @@ def test_a_graph_that_loses_its_critic_has_the_numbers_of_a_calm_one(
     assert_nothing_was_lost(run, measured)
     again = {(one.step, one.call) for one in read_calls(run / "calls.jsonl") if one.attempt > 1 and "." not in one.call}
     assert {(2, "critic_inf"), (2, "critic_train")} <= again
-    assert "of 3 restarts) and does" in (run / "graph.html").read_text()
+    assert "of 3 restarts) and replays" in (run / "graph.html").read_text()
     measured(lost_groups=2, equal_versions=shaken["weights"].count("\n"))
 
 
