@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from arealite.api.errors import AReaLiteError, ConfigError
+from arealite.api.exit_status import exit_status_of
 from arealite.api.source_lines import SourceLine, lines_of_error, users_line
 
 TRACEBACK_VARIABLE = "AREALITE_TRACEBACK"
@@ -41,12 +42,15 @@ def running(script: Path) -> Iterator[None]:
 
 
 def show_errors_briefly() -> None:
-    """Show uncaught errors of the script that runs in few lines; notebooks, tests and programs of ours keep theirs."""
+    """Show uncaught errors of a script in few lines, and end it by the exit status that launchers know the error by.
+
+    Notebooks, tests and our own programs keep their hook, except as a rank of a trainer.
+    """
     main = getattr(sys.modules["__main__"], "__file__", None) or ""
-    is_script = main.endswith(".py") and SourceLine(main, 1, "").is_users
+    is_script = main.endswith(".py") and (SourceLine(main, 1, "").is_users or "RANK" in os.environ)
     hook = sys.excepthook
     is_usual = hook is sys.__excepthook__ or hook.__module__.startswith("ray.")  # Ray sets its own when it is imported
-    if is_script and is_usual and os.environ.get(TRACEBACK_VARIABLE) != "1":
+    if is_script and is_usual:
         sys.excepthook = _show
 
 
@@ -66,14 +70,17 @@ def show_refusal(error: Exception, *, name: str = "") -> None:
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """An excepthook. It writes past the one of torch.distributed, which would prefix each line with the rank."""
+    """Excepthook that bypasses the one of torch.distributed, which would prefix each line with the rank."""
     whole = [line for text in traceback.format_exception(kind, error, trace) for line in text.splitlines()]
-    lines = brief(error) or whole
-    if os.environ.get(TRACEBACK_VARIABLE) == "log":
+    shown = os.environ.get(TRACEBACK_VARIABLE)
+    lines = whole if shown == "1" else brief(error) or whole
+    if shown == "log":
         lines = [*(FOR_LOG + line for line in whole), *lines]
     elif lines is not whole:
         lines.append(f"({TRACEBACK_VARIABLE}=1 shows the whole traceback)")
     print("\n".join(lines), file=sys.__stderr__, flush=True)
+    if (status := exit_status_of(error)) is not None:
+        raise SystemExit(status)
 
 
 def is_sentence(error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-"""Starts a script by the launcher that `mode` names: for a script that is run by hand, and for `arealite train`.
+"""Starts a script by the launcher that `mode` names, for a script that is run by hand and for `arealite train`.
 
 if __name__ == "__main__":
     sys.exit(launched(__file__, main))  # python3 SCRIPT.py [--config FILE.yaml] [--dry-run] key=value ...
@@ -11,16 +11,16 @@ from pathlib import Path
 
 from arealite.api.config.loader import given_value
 from arealite.api.errors import ConfigError
+from arealite.api.exit_status import REFUSED
 from arealite.api.script import show_refusal
 from arealite.launcher import local, ray, slurm
-from arealite.launcher.supervise.supervisor import CONFIG_FAILED
 from arealite.utils.usage import Parser
 
 LAUNCHERS = {"local": local.main, "ray": ray.main, "slurm": slurm.main}
 
 
 def start(script: Path, config: str, words: Sequence[str]) -> int:
-    """Start a script by the launcher that `mode` names in the config or among the words, and return its exit status."""
+    """Start a script by the launcher that `mode` names in the config or in the words, and return its exit status."""
     mode = given_value("mode", config, [word for word in words if not word.startswith("-")]) or "local"
     if mode not in LAUNCHERS:
         raise ConfigError(f"mode must be local, ray or slurm: got {mode}. Correct it.")
@@ -54,15 +54,15 @@ def launched(
         return start(script, config, others)
     except ConfigError as error:
         show_refusal(error)
-        return CONFIG_FAILED
+        return REFUSED
 
 
 def _config_beside(script: Path) -> str:
     names = dict.fromkeys([script.stem, script.stem.removeprefix("main_").replace("_", "-")])
     files = [script.parent / "configs" / f"{name}.yaml" for name in names]
-    found = next((file for file in files if file.is_file()), None)
-    if found is None:
+    config = next((file for file in files if file.is_file()), None)
+    if config is None:
         raise ConfigError(
             f"--config must be given without {' or '.join(map(str, files))}: got no file. Add --config FILE.yaml."
         )
-    return str(found)
+    return str(config)

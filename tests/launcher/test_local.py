@@ -75,8 +75,10 @@ def test_a_rank_that_lost_its_peer_is_not_blamed_for_it(launch_script):
     run = launch_script(
         """
         if os.environ["RANK"] == "0":
+            from arealite.api.script import show_errors_briefly
+            show_errors_briefly()
             note("trainer-0")
-            sys.exit("RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
+            raise RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
         wait_for("trainer-0")
         first = pathlib.Path("/proc", (pathlib.Path(os.environ["PIDS"]) / "trainer-0").read_text())
         while first.exists(): time.sleep(0.02)
@@ -539,34 +541,40 @@ GROUP = "from arealite.utils.distributed import join_default_group; join_default
 @pytest.mark.parametrize(
     "error, before", [("ConfigError", ""), ("LedgerError", ""), ("CheckpointError", GROUP)], ids=lambda one: one[:10]
 )
-def test_what_can_not_go_better_is_not_tried_again(launch_script, error, before):
-    """Also when torch writes the rank before each line of a traceback, as it does once ranks have met."""
-    run = launch_script(
-        f"{before}\nfrom arealite.api import errors; raise errors.{error}('seed must be 1: got 2.')", *SFT, *RECOVER
-    )
-    assert run.end() == 1
-    assert ("[rank0]: " in run.output) == bool(before)
-    assert f"arealite.api.errors.{error}: seed must be 1: got 2." in run.output and "restart " not in run.output
-
-
-@pytest.mark.parametrize("before", ["", GROUP], ids=["alone", "in a group"])
-def test_a_refusal_is_known_by_its_traceback_which_only_the_log_has(launch_script, before):
+def test_a_refusal_after_the_first_step_is_not_tried_again(launch_script, error, before):
+    """The exit status says it, also when torch has an excepthook; only the log has the traceback."""
     run = launch_script(
         f"""
-        from arealite.api.errors import ConfigError
+        from arealite.api import errors
         from arealite.api.script import show_errors_briefly
         show_errors_briefly()
         {before}
-        raise ConfigError("seed must be 1: got 2.")
+        pathlib.Path("runs/exp/trial/metrics.jsonl").write_text("{{}}")
+        raise errors.{error}("seed must be 1: got 2.")
         """,
         *SFT,
         *RECOVER,
     )
-    assert run.end() == 1
-    assert "\nConfigError: seed must be 1: got 2.\n" in run.output
+    assert run.end() == 2, run.output
+    assert f"\n{error}: seed must be 1: got 2.\n" in run.output
     assert "Traceback" not in run.output and "restart " not in run.output
     log = (run.logs / "trainer-0.log").read_text()
-    assert log.startswith("Traceback (most") and "\narealite.api.errors.ConfigError: seed must be 1: got 2.\n" in log
+    assert log.startswith("Traceback (most") and f"\narealite.api.errors.{error}: seed must be 1: got 2.\n" in log
+
+
+def test_other_errors_after_the_first_step_are_tried_again(launch_script):
+    run = launch_script(
+        """
+        from arealite.api.script import show_errors_briefly
+        show_errors_briefly()
+        pathlib.Path("runs/exp/trial/metrics.jsonl").write_text("{}")
+        raise ValueError("seed must be 1: got 2.")
+        """,
+        *SFT,
+        *RECOVER,
+    )
+    assert run.end() == 1, run.output
+    assert run.output.count("restart ") == 2
 
 
 @pytest.mark.parametrize("mode, is_fresh", [("disabled", True), ("fault", True), ("auto", False)])

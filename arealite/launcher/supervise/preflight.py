@@ -1,4 +1,4 @@
-"""Looks at a script's declaration, model, tokenizer, data and reward, in a process of its own: launchers stay light."""
+"""Checks a script's declaration, model, tokenizer, data and reward, in its own process: launchers stay light."""
 
 import os
 import signal
@@ -15,22 +15,22 @@ _PROBLEMS = 1  # exit status of the check
 
 
 def preflight(run: Run, *, is_dry_run: bool = False, is_here: bool = False) -> None:
-    """Raise ConfigError if the cheap half of `arealite check` finds a problem, which it has printed.
+    """Raise ConfigError if the cheap half of `arealite check` reports a problem.
 
-    A check that does not come to its end is no problem of the run: it may start. For a dry run only what the script
-    declares is checked, and shown if it is a graph. Memory is checked of a run that starts on this node (`is_here`).
+    A check that does not end does not hold up the run. A dry run checks the script's declaration alone, and shows it if
+    it is a graph. Memory is checked for a run on this node (`is_here`).
     """
     if not (run.config.launcher.preflight and run.plan.trainers):
         return
     if is_dry_run and declared_check(run.entry) is None:
         return
-    topics, hidden = "model, data and reward", {}  # it hides GPUs itself
+    topics, hidden = "model, data and reward", {}  # the check hides GPUs itself
     program = ["arealite.cli.check", "here" if is_here else "elsewhere"]
     if is_dry_run:
         topics, program = "what the script declares", ["arealite.cli.check.declared"]
         hidden = {"CUDA_VISIBLE_DEVICES": ""}
     print(f"checking {topics} (launcher.preflight=false skips it)", file=sys.stderr, flush=True)
-    output = None if is_dry_run else 2  # what is declared is shown with the plan
+    output = None if is_dry_run else 2  # a declaration is shown with the plan
     command, ours = [sys.executable, "-P", "-m", *program, str(run.entry), *run.argv], os.getpid()
     env = os.environ | environment(run.config.launcher.trainer_env_vars) | hidden
     check = subprocess.Popen(
@@ -50,5 +50,5 @@ def preflight(run: Run, *, is_dry_run: bool = False, is_here: bool = False) -> N
     if status == _PROBLEMS:
         raise ConfigError("the problems above must be solved: nothing was started.")
     if status != 0:
-        told = "nothing was checked" if is_dry_run else "the run starts without it"
-        print(f"the check {end}: {told}", file=sys.stderr, flush=True)
+        consequence = "nothing was checked" if is_dry_run else "the run starts without it"
+        print(f"the check {end}: {consequence}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What all launchers share: from a command line to a run that is watched to its end, and started again if it may be."""
+"""The common part of all launchers: from a command line to the end of a run, with its restarts."""
 
 import argparse
 import asyncio
@@ -15,13 +15,14 @@ import yaml
 from arealite.api.cli_args import to_yaml
 from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError, require_linux
+from arealite.api.exit_status import NODE_LOST, REFUSED
 from arealite.api.run_folder import OF_TRIAL, RunFolder
 from arealite.api.script import show_refusal
 from arealite.launcher.place.base import Place
 from arealite.launcher.plan.jobs import plan_lines
 from arealite.launcher.plan.plan import Run, checked_plan, entry_script, trains
 from arealite.launcher.supervise.preflight import preflight
-from arealite.launcher.supervise.supervisor import CONFIG_FAILED, NODE_LOST, Supervisor, pause_s
+from arealite.launcher.supervise.supervisor import Supervisor, pause_s
 from arealite.utils.files import empty_folder, file_lock, reading, require_object, write_atomically, writing
 from arealite.utils.garbage import skip_last_collection
 from arealite.utils.registry import Registry
@@ -32,7 +33,7 @@ from arealite.utils.usage import Parser
 _LOCK_TIMEOUT_S = 5.0  # how long another launcher of the same run may take to end
 EPILOG = (
     "exit status: 0 done, 2 config error, 3 a server ended, 4 the run stalled, 5 a node was lost, "
-    "128 + n a signal, else the failed rank's"
+    "6 ranks lost each other, 128 + n a signal, else the failed rank's"
 )
 
 
@@ -53,9 +54,11 @@ def command(
     epilog: str = EPILOG,
     flags: Mapping[str, str] | None = None,
 ) -> int:
-    """Parse the command line that all launchers have, check it and return what `act` makes of it, or 2 for a
-    ConfigError, which is printed; `flags` are more than `--dry-run`. That shows the plan of the launcher `by`, or is
-    left to `act` without a name."""
+    """Parse the command line of a launcher, check it and return the exit status of `act`.
+
+    A ConfigError is printed and gives status 2. `flags` are added to `--dry-run`, which shows the plan of the launcher
+    `by`, or is left to `act` if `by` is None.
+    """
     parser = Parser(prog=f"python3 -m {prog}", description=description, epilog=epilog)
     parser.add_argument("entry", help="script with the training loop, e.g. examples/arealite/gsm8k_grpo.py")
     parser.add_argument("--config", metavar="FILE.yaml", required=True, help="config of the experiment")
@@ -84,8 +87,8 @@ def command(
         return act(run, args)
     except ConfigError as error:
         show_refusal(error)
-        return CONFIG_FAILED
-    except KeyboardInterrupt:  # before the run, which has handlers of its own
+        return REFUSED
+    except KeyboardInterrupt:  # before the run installs its own handlers
         return 128 + signal.SIGINT
 
 
@@ -99,12 +102,12 @@ def launch(
 ) -> int:
     """Start a run, wait for its end and return the launcher's exit status. Raises ConfigError before anything starts.
 
-    `restart` tells why this is not the first start of the run, if it is not; `is_checked` that `preflight` has run.
-    Must be called from the main thread, which takes SIGINT and SIGTERM meanwhile: a caller that gets 128 or more should
-    end as well. The caller's other child processes must not be started meanwhile.
+    `restart` is the reason of a restart, and `is_checked` says that `preflight` has run. Must be called from the main
+    thread, which takes SIGINT and SIGTERM meanwhile: a caller that gets 128 or more should end as well. The caller must
+    not start other child processes meanwhile.
     """
     place.check(run.config, run.plan)
-    # Whether it is whole, the trainer says.
+    # The trainer checks that it is complete.
     if run.config.recover.mode == "resume" and run.folder.newest_checkpoint < 0:
         raise ConfigError(
             f"{run.folder.recover} must hold a checkpoint for recover.mode=resume: got none. Set recover.mode=auto to "
@@ -131,7 +134,7 @@ def launch(
 
 
 def _leave_no_empty(folder: RunFolder) -> None:
-    """Remove the folder, and that of the experiment, if a refused run has left nothing in it but the lock we hold."""
+    """Remove the folder of a refused run, and that of its experiment, if it has nothing but the lock we hold."""
     with contextlib.suppress(OSError):
         if os.listdir(folder.path) == [folder.launcher_lock.name]:
             folder.launcher_lock.unlink()
@@ -140,7 +143,7 @@ def _leave_no_empty(folder: RunFolder) -> None:
 
 
 def _is_done(run: Run) -> bool:
-    """Tell whether a run that would resume has nothing left to do."""
+    """Return whether a run that would resume has nothing left to do."""
     with reading(run.folder.summary):
         if run.config.recover.mode not in ("auto", "resume") or not run.folder.is_finished:
             return False
@@ -151,7 +154,7 @@ def _is_done(run: Run) -> bool:
 
 
 def _prepare_folder(run: Run, *, is_restart: bool) -> str:
-    """Write what the run needs before anything starts, and return its secret. Raises OSError and ValueError."""
+    """Write the files that the run needs at its start, and return its secret. Raises OSError and ValueError."""
     folder = run.folder
     resumes = run.config.recover.mode in ("auto", "resume") and folder.newest_checkpoint >= 0
     if trains(run.config) and not is_restart and not resumes:
@@ -168,7 +171,7 @@ def _prepare_folder(run: Run, *, is_restart: bool) -> str:
 
 
 async def _run(run: Run, place: Place, secret: str, restart: str | None) -> int:
-    """Run to the end, and start again what failed as often as `recover` allows without a new checkpoint."""
+    """Run to the end, with as many restarts in a row without a new checkpoint as `recover` allows."""
     config, folder = run.config, run.folder
     registry = Registry(secret)
     try:
@@ -184,8 +187,8 @@ async def _run(run: Run, place: Place, secret: str, restart: str | None) -> int:
             end = await supervisor.supervise(restart, pause_s(num_restarts))
             if folder.newest_checkpoint > progress:
                 num_restarts, progress = 0, folder.newest_checkpoint
-            # A program that ended by itself, rather than by a signal or with its node, would again at the start.
-            is_hopeless = end.is_refusal or end.status == CONFIG_FAILED or (end.status == 1 and not folder.has_begun)
+            # A program that failed by itself at the start, not by a signal or with its node, would fail again.
+            is_hopeless = end.status == REFUSED or (end.status == 1 and not folder.has_begun)
             if not end.is_failure or is_hopeless or num_restarts == retries:
                 return end.status
             num_restarts += 1

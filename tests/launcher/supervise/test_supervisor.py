@@ -8,10 +8,11 @@ from pathlib import Path
 
 from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError
+from arealite.api.exit_status import SERVER_FAILED
 from arealite.launcher.place.base import Job
 from arealite.launcher.place.local import LocalPlace, LocalSlot
 from arealite.launcher.plan.plan import Placement, Run, make_plan
-from arealite.launcher.supervise.supervisor import SERVER_FAILED, Supervisor
+from arealite.launcher.supervise.supervisor import Supervisor
 from arealite.utils.registry import Claim, Registry, ServerRecord
 
 CONFIG = Path(__file__).parents[3] / "examples" / "arealite" / "configs" / "gsm8k_grpo.yaml"
