@@ -19,12 +19,12 @@ from collections.abc import Sequence
 
 from arealite.api.cli_args import BaseExperimentConfig, LauncherConfig
 from arealite.api.errors import ConfigError
+from arealite.api.exit_status import NODE_LOST
 from arealite.inference.backends.program import ServerProgram
 from arealite.launcher.place.local import READ_BYTES
 from arealite.launcher.place.relay import RelayPlace, RelaySlot
 from arealite.launcher.plan.plan import Placement, Plan, Run
 from arealite.launcher.supervise.run import command, launch
-from arealite.launcher.supervise.supervisor import NODE_LOST
 from arealite.utils.network import LOOPBACK, host_ip
 from arealite.utils.secret import is_loopback
 
