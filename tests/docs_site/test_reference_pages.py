@@ -54,7 +54,7 @@ def test_every_key_has_one_heading_with_its_default_and_meaning() -> None:
     pages = config_pages.pages()
     headings = Counter(re.findall(r"^#+ `[^`]+` \{ #([\w.]+) \}$", "\n".join(pages.values()), re.MULTILINE))
     keys = config_pages.declared_keys()
-    assert len(keys) > 500 and headings == dict.fromkeys(keys, 1)
+    assert len(keys) > 450 and headings == dict.fromkeys(keys, 1)
     assert all(key.doc for declared in keys.values() for key in declared.values())
     actor = pages["reference/config/actor.md"]
     assert "### `actor.eps_clip_higher` { #actor.eps_clip_higher }" in actor
@@ -121,7 +121,7 @@ def test_every_metric_that_the_code_names_has_a_row() -> None:
     key = re.compile(rf"(?:{'|'.join(groups)})/\w+[a-z0-9]")
     texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     keys = {text for text in texts if key.fullmatch(text)}
-    assert len(keys) > 70 and undocumented(keys) == set()
+    assert len(keys) > 60 and undocumented(keys) == set()
 
 
 def test_every_kind_of_failure_is_named() -> None:
