@@ -62,8 +62,8 @@ def _choices() -> dict[str, Choice]:
     for name, field in PPOActorConfig.model_fields.items():
         fields = CorrectionConfig.model_fields if name == "correction" else {name: field}
         prefix = "correction." if name == "correction" else ""
-        for leaf, one in fields.items():
-            found |= {f"{prefix}{leaf}": mark for mark in one.metadata if isinstance(mark, Choice)}
+        for leaf, declared in fields.items():
+            found |= {f"{prefix}{leaf}": mark for mark in declared.metadata if isinstance(mark, Choice)}
     return found
 
 
@@ -194,7 +194,7 @@ def _translated(config: PPOActorConfig, given: Choices) -> Choices:
 
 
 def _check_clip(actor: PPOActorConfig, given: Choices) -> None:
-    """Both bounds of a preset belong together: next to another lower one its upper one would mean nothing."""
+    """Refuse one bound of a preset beside a bound of the user: the pair of the paper belongs together."""
     preset = _choices_of(actor.algorithm)
     if "eps_clip_higher" in preset and "eps_clip_higher" not in given:
         require(
@@ -206,7 +206,7 @@ def _check_clip(actor: PPOActorConfig, given: Choices) -> None:
 
 
 def _check_rewards(actor: PPOActorConfig) -> None:
-    """Rewards, baseline and scale."""
+    """Refuse contradictions of rewards, baseline and scale."""
     require(
         actor.baseline != "none" or actor.reward_scale not in ("group_std", "batch_std"),
         f"actor.reward_scale must not be {actor.reward_scale} with actor.baseline none: got both. Where all rewards "
@@ -243,7 +243,7 @@ def _check_rewards(actor: PPOActorConfig) -> None:
 
 
 def _check_teacher(actor: PPOActorConfig) -> None:
-    """A teacher gives every token its advantage; rewards are only logged."""
+    """Refuse shaped rewards with a teacher, whose log ratios are the advantages; rewards are only logged."""
     neutral = {"reward_scale": "none", "adv_norm": False, "group_adv_norm": False, "discount": 1.0, "gae_lambda": 1.0}
     neutral |= {"reward_bias": 0.0, "reward_scaling": 1.0, "reward_clip": None, "overlong_buffer": None}
     for key, only in neutral.items():
@@ -261,7 +261,7 @@ def _check_teacher(actor: PPOActorConfig) -> None:
 
 
 def _check_objective(actor: PPOActorConfig) -> None:
-    """Objective, aggregation and KL penalty."""
+    """Refuse contradictions of objective, aggregation and KL penalty."""
     require(
         actor.importance_sampling_level == "token" or actor.objective == "ppo",
         f"actor.importance_sampling_level must be token with actor.objective {actor.objective}: got sequence. "
@@ -284,7 +284,7 @@ def _check_objective(actor: PPOActorConfig) -> None:
 
 
 def _has_one_ratio(actor: PPOActorConfig) -> bool:
-    """Whether all tokens of a completion share a ratio."""
+    """Tell whether all tokens of a completion share a ratio."""
     return actor.objective == "gmpo" or actor.importance_sampling_level == "sequence"
 
 
@@ -298,7 +298,7 @@ def _check_no_penalised_rewards(actor: PPOActorConfig, other: str) -> None:
 
 
 def _check_one_ratio(actor: PPOActorConfig, one_ratio: str) -> None:
-    """With one ratio per completion, its tokens must share weight and advantage."""
+    """Require equal weight and advantage for the tokens of a completion that share a ratio."""
     require(
         actor.aggregation == "sequence_mean",
         f"actor.aggregation must be sequence_mean with {one_ratio}: got {actor.aggregation}, which weighs completions "
@@ -323,7 +323,7 @@ def _check_one_ratio(actor: PPOActorConfig, one_ratio: str) -> None:
 
 
 def _check_proximal(actor: PPOActorConfig) -> None:
-    """What the proximal policy makes possible."""
+    """Refuse corrections that need a proximal policy which differs from the rollout policy."""
     require(
         actor.proximal != "current" or actor.ppo_n_minibatches == 1,
         f"actor.proximal must be recompute with actor.ppo_n_minibatches {actor.ppo_n_minibatches}: got current. From "
@@ -353,7 +353,7 @@ def _check_proximal(actor: PPOActorConfig) -> None:
 
 
 def _check_correction(actor: PPOActorConfig) -> None:
-    """The bounds must bound something."""
+    """Refuse bounds of the correction without an effect."""
     correction, lower, upper = actor.correction, actor.correction.lower, actor.correction.upper
     levels = "sequence" if _has_one_ratio(actor) else "token or sequence"
     require(

@@ -1,4 +1,4 @@
-"""Contradictions between config keys, grouped by the blocks that they compare; each experiment calls its groups."""
+"""Contradictions between config keys, grouped by the blocks that they compare; experiments call their groups."""
 
 import logging
 
@@ -15,13 +15,13 @@ logger = logging.getLogger("arealite.config")
 
 
 def require(holds: bool, sentence: str) -> None:
-    """Raise ConfigError with a sentence that does not hold."""
+    """Raise ConfigError with `sentence` unless the condition holds."""
     if not holds:
         raise ConfigError(sentence)
 
 
 def check_loggers(loggers: StatsLoggerConfig) -> None:
-    """A misspelt mode would only fail once models and servers are loaded."""
+    """Refuse unknown modes of loggers, which would fail only after models and servers have loaded."""
     for service, modes in LOGGER_MODES.items():
         mode = getattr(loggers, service).get("mode", "disabled")
         require(
@@ -30,7 +30,7 @@ def check_loggers(loggers: StatsLoggerConfig) -> None:
 
 
 def check_schedule(recover: RecoverConfig, evaluator: EvaluatorConfig, valid: DatasetConfig | None) -> None:
-    """Checkpoints need a trigger, and evaluations data."""
+    """Require a trigger for checkpoints and data for evaluations."""
     require(
         recover.mode == "disabled" or any((recover.freq_epochs, recover.freq_steps, recover.freq_secs)),
         f"recover must have a trigger if its mode is {recover.mode}: got none. "
@@ -44,8 +44,8 @@ def check_schedule(recover: RecoverConfig, evaluator: EvaluatorConfig, valid: Da
 
 
 def check_mixture(train: DatasetConfig, valid: DatasetConfig | None) -> None:
-    """Either all sources of a mixture have a weight or none has."""
-    weights = [train.weight, *(one.weight for one in train.mixed_with)]
+    """Require a weight for all sources of a mixture or for none, and a single source elsewhere."""
+    weights = [train.weight, *(source.weight for source in train.mixed_with)]
     require(
         (None in weights) == (set(weights) == {None}),
         f"weight must be given for all sources of a mixture, or for none: got {weights} in train_dataset and its "
@@ -66,7 +66,7 @@ def check_mixture(train: DatasetConfig, valid: DatasetConfig | None) -> None:
 
 
 def check_named_servers(mode: AllocationMode | None, text: str, rollout: InferenceEngineConfig) -> None:
-    """What the allocation (`text`) says of servers must not be given otherwise."""
+    """Refuse values of `rollout` that contradict the servers in the allocation (`text`)."""
     if mode is not None and mode.gen_backend is not None:
         require(
             rollout.backend in (InferenceEngineConfig().backend, mode.gen_backend),  # the default was not given
@@ -82,7 +82,7 @@ def check_named_servers(mode: AllocationMode | None, text: str, rollout: Inferen
 def check_allocation(
     mode: AllocationMode | None, text: str, cluster: ClusterSpecConfig, rollout: InferenceEngineConfig | None
 ) -> None:
-    """The allocation (`text`) must fit the cluster, and the way of weights its servers."""
+    """Require devices for the allocation (`text`), and a transfer of weights that its servers support."""
     if mode is None:
         return
     if rollout is not None and mode.gen_backend is not None:
@@ -124,7 +124,7 @@ def check_colocated(
 
 
 def check_senders(rollout: InferenceEngineConfig | None, num_ranks: int | None) -> None:
-    """Ranks that broadcast weights are some of the trainer's."""
+    """Require no more senders than the trainer has ranks, and none without a broadcast."""
     if rollout is None or (senders := rollout.weight_update_senders) is None:
         return
     require(
@@ -138,7 +138,7 @@ def check_senders(rollout: InferenceEngineConfig | None, num_ranks: int | None) 
 
 
 def check_training(engine: TrainEngineConfig, key: str, dataset: DatasetConfig, expected_type: str) -> None:
-    """A trained model has an optimizer, and the data its experiment needs."""
+    """Require an optimizer for a trained model, and rows of the type that its experiment needs."""
     require(
         engine.optimizer is not None,
         f"{key}.optimizer must be a block: got null. Remove it for the default, or set its lr.",
@@ -159,7 +159,7 @@ def check_training(engine: TrainEngineConfig, key: str, dataset: DatasetConfig, 
 
 
 def check_engine(engine: TrainEngineConfig, key: str, cluster: ClusterSpecConfig, num_ranks: int | None) -> None:
-    """Options of memory and speed must have an effect; None is a number of ranks that is not known yet."""
+    """Refuse options of memory and speed without an effect; `num_ranks` is None while it is unknown."""
     require(
         engine.gradient_checkpointing or not engine.activation_offloading,
         f"{key}.activation_offloading must be false without {key}.gradient_checkpointing: got true. Only inputs of "
@@ -184,7 +184,7 @@ def check_engine(engine: TrainEngineConfig, key: str, cluster: ClusterSpecConfig
 
 
 def check_workers(workers: object) -> None:
-    """A master tells workers what to do."""
+    """Require worker groups for a script with a master."""
     require(workers is not None, "workers must be given to a script of a master: got nothing. Add `workers: {}`.")
 
 
@@ -218,13 +218,13 @@ def check_sampler(gconfig: GenerationHyperparameters, key: str, backend: str) ->
     require(
         temperature <= limits.max_temperature,
         f"{key}.temperature must be at most {limits.max_temperature:g} for {backend}: got {temperature:g}. "
-        f"Lower it, or use {kinds_where(lambda other: other.max_temperature >= temperature)}.",
+        f"Lower it, or use {kinds_where(lambda kind: kind.max_temperature >= temperature)}.",
     )
     require(
         limits.delays_stop_strings or not (gconfig.stop and gconfig.min_new_tokens > 0),
         f"{key}.min_new_tokens must be 0 with {key}.stop for {backend}: got {gconfig.min_new_tokens} and "
         f"{gconfig.stop}. It looks for stop strings from the first token on. Remove one, or use "
-        f"{kinds_where(lambda other: other.delays_stop_strings)}.",
+        f"{kinds_where(lambda kind: kind.delays_stop_strings)}.",
     )
 
 
@@ -235,7 +235,7 @@ def check_evaluation(
     gconfig: GenerationHyperparameters,
     train_path: str,
 ) -> None:
-    """An evaluation has servers and one client, which resumes by itself."""
+    """Refuse training data, trainers and recovery in an evaluation, which resumes by itself."""
     require(
         not train_path,
         f"train_dataset.path must not be given in an evaluation: got {train_path}. Set valid_dataset.path.",
@@ -287,12 +287,12 @@ def check_sampling(
         not gconfig.narrows or limits.returns_kept_on_cpu or cluster.n_gpus_per_node > 0 or bool(rollout.server_addrs),
         f"gconfig.top_p must be 1 and gconfig.top_k and min_p left out for {backend} on CPUs: got {gconfig.top_p:g}, "
         f"{gconfig.top_k} and {gconfig.min_p:g}. It returns what it sampled from only on GPUs (its Model Runner V2); "
-        f"else ratios are wrong. Remove them, or use {kinds_where(lambda one: one.returns_kept_on_cpu)}.",
+        f"else ratios are wrong. Remove them, or use {kinds_where(lambda kind: kind.returns_kept_on_cpu)}.",
     )
 
 
 def check_objective(actor: PPOActorConfig, gconfig: GenerationHyperparameters, rollout: InferenceEngineConfig) -> None:
-    """Resolved choices must have what they need and agree with the sampling."""
+    """Require what the resolved choices need, and keys that agree with the sampling."""
     check_equal("actor.group_size", actor.group_size, "gconfig.n_samples", gconfig.n_samples)
     check_equal("actor.temperature", actor.temperature, "gconfig.temperature", gconfig.temperature)
     if actor.max_new_tokens is not None:
@@ -323,7 +323,7 @@ def check_objective(actor: PPOActorConfig, gconfig: GenerationHyperparameters, r
 
 
 def check_critic(actor: PPOActorConfig, *, has_critic: bool) -> None:
-    """A critic and the baseline that needs it come together."""
+    """Require a critic exactly with the baseline that uses it."""
     got = f"got {actor.baseline} with actor.algorithm {actor.algorithm or 'null'}"
     require(
         has_critic or actor.baseline != "critic",
@@ -338,7 +338,7 @@ def check_critic(actor: PPOActorConfig, *, has_critic: bool) -> None:
 
 
 def check_reference(actor: PPOActorConfig, ref: FrozenActorConfig | None, gconfig: GenerationHyperparameters) -> None:
-    """A KL penalty needs a reference, which is never trained."""
+    """Require a reference for a KL penalty; it is never trained."""
     if ref is None:
         require(
             actor.kl_ctl == 0,
@@ -353,7 +353,7 @@ def check_reference(actor: PPOActorConfig, ref: FrozenActorConfig | None, gconfi
 
 
 def check_teacher(actor: PPOActorConfig, teacher: FrozenActorConfig | None, gconfig: GenerationHyperparameters) -> None:
-    """Distillation and the teacher's block come together."""
+    """Require a teacher block exactly for distillation."""
     require(
         (teacher is not None) == (actor.baseline == "teacher"),
         f"actor.baseline must be teacher exactly with a teacher block: got {actor.baseline} and "
@@ -366,7 +366,7 @@ def check_teacher(actor: PPOActorConfig, teacher: FrozenActorConfig | None, gcon
 
 
 def check_frozen(engine: TrainEngineConfig, key: str) -> None:
-    """A reference or teacher has no optimizer."""
+    """Refuse keys of training in the block of a reference or teacher."""
     require(
         engine.optimizer is None, f"{key}.optimizer must be null: got an optimizer. It is never trained; remove it."
     )
@@ -379,14 +379,14 @@ def check_frozen(engine: TrainEngineConfig, key: str) -> None:
 
 
 def learning_keys(engine: TrainEngineConfig) -> list[str]:
-    """Return the keys by which a policy learns that have another value than their default."""
+    """Return the keys of training that differ from their defaults."""
     default, others = type(engine)(), {*TrainEngineConfig.model_fields, "group_size", "temperature"}
     names = [name for name in type(engine).model_fields if name not in others]
     return [name for name in names if getattr(engine, name) != getattr(default, name)]
 
 
 def check_equal(key: str, value: float, other: str, expected: float) -> None:
-    """A key that follows another one must repeat it if it is given."""
+    """Require a key that follows another to have the same value."""
     require(
         value == expected, f"{key} must equal {other}: got {value} and {expected}. Remove {key}; it follows {other}."
     )

@@ -88,7 +88,7 @@ def load_expr_config(
 
 
 def given_value(key: str, config_file: str, overrides: Sequence[str]) -> Any:
-    """Return what a key of the top level is given as, None if it is not; nothing else is looked at."""
+    """Return the given value of a key of the top level, None without one. Nothing is checked."""
     return (read_yaml(config_file) | read_overrides([*overrides])).get(key)
 
 
@@ -242,15 +242,15 @@ def _drop_unknown(values: Tree, keys: Keys, prefix: str = "") -> None:
 
 
 def _unknown(name: str, value: Any, place: str, keys: Keys) -> Iterator[str]:
-    """Yield a sentence on an unknown key; on those of its own keys that we know by another name, if it is a block."""
+    """Yield a sentence for an unknown key, or for each key of an unknown block that has another name here."""
     experiment = next(iter(keys.values())).owner.__name__
     names = [name]
-    blocks = {one: key for one, key in keys.items() if key.is_mapping is not False}
+    blocks = {path: key for path, key in keys.items() if key.is_mapping is not False}
     if isinstance(value, dict) and hint(name, blocks) is None:
         names = [path for path, _, _ in _leaves(value, f"{name}.") if hint(path, keys)] or names
-    for one in names:
-        advice = hint(one, keys) or "Remove it; --help lists all keys."
-        yield f"{one} must be a key of {experiment}: got it {place}. {advice}"
+    for name in names:
+        advice = hint(name, keys) or "Remove it; --help lists all keys."
+        yield f"{name} must be a key of {experiment}: got it {place}. {advice}"
 
 
 def _is_reference(value: Any) -> bool:
@@ -260,7 +260,7 @@ def _is_reference(value: Any) -> bool:
 def _resolve(
     config_cls: type[BaseExperimentConfig], sources: Sources, keys: Keys, config_file: str
 ) -> tuple[Tree, Tree]:
-    """Lay what was given over the defaults, let keys follow others, and return it with references and without."""
+    """Merge the given values into the defaults, fill in keys that follow others; return references and values."""
     given = cast(Tree, OmegaConf.to_container(OmegaConf.merge(*map(OmegaConf.create, sources.values()))))
     defaults = config_cls().model_dump()
     for key in keys.values():
@@ -313,7 +313,7 @@ def _lookup(tree: Tree, name: str) -> Any:
 
 
 def _validate(config_cls: type[ConfigT], values: Tree, keys: Keys, sources: Sources) -> ConfigT:
-    """Check types and ranges; explain what pydantic found once, not again for keys that follow a wrong one."""
+    """Check types and ranges. A wrong value is reported once, not again for keys that follow it."""
     try:
         return config_cls.model_validate(values)
     except ValidationError as error:
