@@ -2,8 +2,8 @@
 
     python3 -m arealite.launcher.torchrun ENTRY.py --config FILE.yaml [key=value ...]
 
-It is the plan of the other launchers for nodes without a scheduler. It starts nothing, and only torchrun watches the
-nodes: it restarts the ranks when one of them fails. It writes one file, the run's secret, which the nodes must share.
+It prints the plan of the other launchers for nodes without a scheduler. It starts nothing: torchrun watches the nodes,
+and restarts the ranks when a rank fails. It writes one file, the run's secret, which the nodes must share.
 """
 
 import argparse
@@ -65,21 +65,21 @@ def command_lines(run: Run) -> Iterator[str]:
 
 
 def _trainer_command(run: Run, node: int) -> str:
-    """Spell a torchrun that finds the others at the trainer's first node."""
+    """Return the torchrun of a node, which meets the others at the trainer's first node."""
     config, plan = run.config, run.plan
     ranks, first = plan.ranks_on(node), plan.trainer_nodes[0]
     threads = {"OMP_NUM_THREADS": str(trainer_threads(config, plan, num_ranks=len(ranks)))}
     devices = [device for one in ranks for device in one.devices]
     torchrun = f"torchrun --nnodes {len(plan.trainer_nodes)} --nproc-per-node {len(ranks)}"
     torchrun += f" --max-restarts {MAX_RESTARTS} --local-addr $HOST{node} --rdzv-backend c10d"
-    # Its own guess of who is the first node fails where a node's name resolves to its loopback.
+    # torchrun's own guess of the first node fails where a node's name resolves to its loopback.
     torchrun += f" --rdzv-endpoint $HOST{first}:{RENDEZVOUS_PORT} --rdzv-conf is_host={int(node == first)}"
     words = [str(run.entry), *run.argv]
     return f"{_variables(devices, config.launcher.trainer_env_vars, threads)}{torchrun} {shlex.join(words)}"
 
 
 def _variables(devices: Sequence[int], of_user: str, ours: Mapping[str, str]) -> str:
-    """Spell the environment of a command; a process without GPUs must not find any."""
+    """Return the environment of a command; a process without GPUs must not see any."""
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
     users = dict(pair.split("=", 1) for pair in of_user.split(",") if pair)
     return "".join(f"{name}={shlex.quote(value)} " for name, value in {**visible, **ours, **users}.items())

@@ -1,7 +1,7 @@
-"""The groups of workers that a master tells what to do, worked out from the config alone: roles, ranks, devices.
+"""The groups of workers of a master, from the config alone: roles, ranks, devices.
 
-The first role that shares with none has workers of its own, as has each with `ranks`; others lie with the first. The
-trained model's role is the first, then they follow in the order of the config's class.
+The first role that shares with none has its own workers, as has each role with `ranks`; the others share those of the
+first. The trained model's role comes first, then the roles follow in the order of the config's class.
 """
 
 from collections.abc import Collection
@@ -16,7 +16,7 @@ from arealite.utils.sentences import listed, nearest
 
 @dataclass(frozen=True)
 class Group:
-    """Workers that form one world and take turns for their roles."""
+    """Workers that form one world and run their roles in turn."""
 
     name: str  # of the role whose group it is; its logs are `<name>-<rank>.log`
     roles: tuple[str, ...]
@@ -31,9 +31,9 @@ class Group:
 
 
 def make_layout(config: BaseExperimentConfig, roles: Collection[str] | None = None) -> tuple[Group, ...]:
-    """Return the groups of some roles, by default of all that the config has blocks for.
+    """Return the groups of some roles, by default of all roles with a block in the config.
 
-    Raises ConfigError for wishes that contradict each other, and for more workers than the cluster has devices.
+    Raises ConfigError for contradictory blocks, and for more workers than the cluster has devices.
     """
     workers = config.workers or WorkersConfig()
     wishes = _wishes(config, workers, _roles(config, workers) if roles is None else roles)
@@ -65,7 +65,7 @@ def make_layout(config: BaseExperimentConfig, roles: Collection[str] | None = No
 
 
 def _roles(config: BaseExperimentConfig, workers: WorkersConfig) -> list[str]:
-    """Return the roles with a block in the config; a script's own class may have more, which only `workers` tells."""
+    """Return the roles with a block in the config, and those that only `workers` names, for a script's own class."""
     known = _by_role(workers)
     there = [role for role in known if getattr(config, role, None) is not None]
     said = [role for role, wish in known.items() if wish != RoleConfig() and role not in there]
@@ -82,7 +82,7 @@ def _by_role(workers: WorkersConfig) -> dict[str, RoleConfig]:
 
 
 def _wishes(config: BaseExperimentConfig, workers: WorkersConfig, roles: Collection[str]) -> dict[str, RoleConfig]:
-    """Return what is wished for each role, the first one first, once it is clear with whom those that share do."""
+    """Return the block of each role, the trained one first, and check their shares."""
     known = _by_role(workers)
     for role in roles:
         change = "Rename it, or add it to the class of workers."
@@ -104,7 +104,7 @@ def _wishes(config: BaseExperimentConfig, workers: WorkersConfig, roles: Collect
 
 
 def _check_devices(config: BaseExperimentConfig, groups: tuple[Group, ...]) -> None:
-    """All workers must find a device beside the servers, and each group find nodes as its strategy wants them."""
+    """Check that all workers have a device beside the servers, and each group the nodes of its strategy."""
     mode, cluster = config.allocation, config.cluster
     num_serving = 0 if mode is None else num_own_servers(config, mode) * mode.gen_instance_size
     workers = listed(f"{group.num_ranks} of {group.name}" for group in groups)

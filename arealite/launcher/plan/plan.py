@@ -1,7 +1,7 @@
-"""Which process runs on which node with which devices, worked out from the config alone.
+"""The plan of a run, from the config alone: which process runs on which node with which devices.
 
 Servers fill the nodes first, one behind the other, and none is spread over two nodes; the ranks of the trainer
-follow, or have the same devices. Every launcher places the same plan; only how differs.
+follow, or have the same devices. Every launcher places the same plan.
 """
 
 from collections.abc import Sequence
@@ -73,7 +73,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Run:
-    """What a command line asks for, after every check that needs no node of the run."""
+    """A checked command line; the checks that need a node of the run are still to come."""
 
     config: BaseExperimentConfig
     plan: Plan
@@ -94,7 +94,7 @@ def entry_script(entry: str | Path) -> Path:
 
 
 def checked_plan(config: BaseExperimentConfig) -> Plan:
-    """Return the plan of a run whose model and flags of servers are checked as well."""
+    """Check the model and the flags of the servers as well, and return the plan."""
     plan = make_plan(config)
     check_model(config)
     key, block = config.trained
@@ -110,7 +110,7 @@ def checked_plan(config: BaseExperimentConfig) -> Plan:
 
 
 def refuse_workers(plan: Plan, *, launcher: str) -> None:
-    """Refuse a run with a master by a launcher that has no Ray."""
+    """Refuse a run with a master for a launcher without Ray."""
     if plan.groups:
         raise ConfigError(
             f"workers must be started by the local or the Ray launcher: got {launcher}. Run `ray start` on the nodes "
@@ -119,7 +119,7 @@ def refuse_workers(plan: Plan, *, launcher: str) -> None:
 
 
 def check_model(config: BaseExperimentConfig) -> None:
-    """Refuse a folder that is not there."""
+    """Refuse a folder that does not exist."""
     key, block = config.trained
     path = block.path
     if path.startswith(("/", "./", "../", "~")) and not Path(path).expanduser().is_dir():
@@ -127,13 +127,13 @@ def check_model(config: BaseExperimentConfig) -> None:
 
 
 def trains(config: BaseExperimentConfig) -> bool:
-    """Return whether a run trains: it does not if it only serves or evaluates."""
+    """Return whether a run trains; others only serve or evaluate."""
     mode = config.allocation
     return mode is not None and mode.type_ is not AllocationType.DECOUPLED_EVAL and mode.train_world_size > 0
 
 
 def make_plan(config: BaseExperimentConfig) -> Plan:
-    """Work out the processes of a run and refuse what can't be, before anything starts."""
+    """Return the processes of a run. Raises ConfigError for a config without a valid plan."""
     mode, cluster = config.allocation, config.cluster
     if mode is None:
         raise ConfigError(
@@ -149,7 +149,7 @@ def make_plan(config: BaseExperimentConfig) -> Plan:
     num_servers = num_own_servers(config, mode)
     is_evaluation = mode.type_ is AllocationType.DECOUPLED_EVAL
     groups = make_layout(config) if config.workers is not None and trains(config) else ()
-    has_one_rank = is_evaluation or bool(groups)  # it has no device: servers and workers compute for it
+    has_one_rank = is_evaluation or bool(groups)  # it has no device, as servers and workers compute for it
     num_ranks = 1 if has_one_rank else mode.train_world_size
     if cluster.n_gpus_per_node == 0:
         per_node = -(-(num_servers + num_ranks) // cluster.n_nodes)  # processes stand for GPUs
@@ -176,7 +176,7 @@ def make_plan(config: BaseExperimentConfig) -> Plan:
 
 
 def setup_timeout_s(config: BaseExperimentConfig) -> float:
-    """Return how long nodes may take to be there, and servers to be ready."""
+    """Return the timeout of nodes to come and of servers to be ready."""
     return config.rollout.setup_timeout if config.rollout is not None else 600.0  # fine-tuning loads its model
 
 

@@ -1,4 +1,4 @@
-"""The servers of a run: those that are ours to start, and those that someone else starts and stops."""
+"""The servers of a run: our own, which launchers start and stop, and those of others."""
 
 import os
 
@@ -10,7 +10,7 @@ from arealite.utils.network import addresses_in
 
 
 def foreign_servers(config: BaseExperimentConfig) -> list[str]:
-    """Return the addresses of servers that someone else starts and stops."""
+    """Return the addresses of servers that this run neither starts nor stops."""
     if config.rollout is None:
         return []
     try:
@@ -20,7 +20,7 @@ def foreign_servers(config: BaseExperimentConfig) -> list[str]:
 
 
 def num_own_servers(config: BaseExperimentConfig, mode: AllocationMode) -> int:
-    """Return how many servers are ours to start."""
+    """Return the number of servers that the launcher starts."""
     if mode.takes_turns and foreign_servers(config):
         raise ConfigError(
             f"{SERVER_ADDRS_VARIABLE} must be empty with allocation_mode={mode}, whose servers are ours: got "
