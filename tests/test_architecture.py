@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "engine": {"api", "utils", "algorithms", "inference.remote_engine", "inference.backends"},
     "weights": {"api", "utils", "engine", "inference"},
     "workflow": {"api", "utils", "reward", "chat"},
-    "agent": {"api", "utils", "chat", "workflow", "reward", "rollout.event_loop"},
+    "agent": {"api", "utils", "chat", "workflow", "rollout.event_loop"},
     "launcher": {"api", "utils", "watchdog", "inference.backends"},
     "viewer": {"api", "utils", "rollout.account"},
     "core": {
