@@ -139,7 +139,7 @@ class ProcessAgent(Agent):
     def __init__(self, function: Callable[..., Any], num_processes: int) -> None:
         self._name = getattr(function, "__qualname__", type(function).__qualname__)
         self._names = _wanted(function, {"data", *_NAMES})
-        target = pickle_target(Called(function), self._name, what="an agent")
+        target = pickle_target(function, self._name, what="an agent", wrapper=Called)
         self._pool = WorkerPool(target, name="agent", max_growth_gib=_MAX_GROWTH_GIB)
         self._slots = asyncio.Semaphore(num_processes)
 

@@ -45,7 +45,7 @@ class RewardRunner:
         self.is_async = inspect.iscoroutinefunction(reward_fn) or inspect.iscoroutinefunction(called)
         if not self.is_async:
             name = f"{self.name} at {self._place}" if self._place else self.name
-            target = pickle_target(_Scored(reward_fn), name, what="reward_fn")
+            target = pickle_target(reward_fn, name, what="reward_fn", wrapper=_Scored)
             self._pool = WorkerPool(target, name="reward-worker", max_growth_gib=max_growth_gib)
             self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
 

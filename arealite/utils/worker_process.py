@@ -11,6 +11,7 @@ it has started; every exchange has a deadline.
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -80,24 +81,33 @@ class WorkerCrashError(Exception):
     """The process ended in the middle of a call, or must be killed because it takes too much memory."""
 
 
-def pickle_target(function: Callable[..., Any], name: str, *, what: str) -> bytes:
-    """Pickle a function by reference, with the settings of this process that a worker needs to import it.
+def pickle_target(
+    function: Callable[..., Any], name: str, *, what: str, wrapper: Callable[[Any], Callable[..., Any]] | None = None
+) -> bytes:
+    """Pickle a function, or `wrapper(function)`, by reference, with the settings that a worker needs to import it.
 
     In a notebook or at a prompt, `__main__` is no file that could be imported: functions of it go by value, with the
     data and functions that they use. Raises ValueError, about `what`, if the function can't be pickled.
     """
     data = multiprocessing.spawn.get_preparation_data("worker")
-    has_file = bool(data.keys() & set(_MAIN))
+    is_typed = not data.keys() & set(_MAIN) and _is_of_main(function)
     try:
-        pickled = pickle.dumps(function) if has_file else dill.dumps(function, recurse=True)
+        target = function if wrapper is None else wrapper(function)
+        pickled = dill.dumps(target, recurse=True) if is_typed else pickle.dumps(target)
     except Exception as error:
-        advice = "Define it at module level" if has_file else "Let it use data and functions only"
+        advice = "Let it use data and functions only" if is_typed else "Define it at module level"
         raise ValueError(
             f"{what} must be importable, because it runs in another process: got {name} ({error}). "
             f"{advice}, or make it an `async def`."
         ) from error
     keys = _PREPARATION + _MAIN if b"__main__" in pickled else _PREPARATION
     return pickle.dumps(({key: data[key] for key in keys if key in data}, pickled))
+
+
+def _is_of_main(function: Callable[..., Any]) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__module__", None) == "__main__"
 
 
 class WorkerProcess:

@@ -16,7 +16,7 @@ MakeEnv = Callable[[dict[str, Any]], Any]
 def env_pool(make_env: MakeEnv) -> WorkerPool:
     """Return the processes of a workflow's environments. ValueError if `make_env` can't be imported by them."""
     name = getattr(make_env, "__qualname__", type(make_env).__qualname__)
-    return WorkerPool(pickle_target(_EnvMethods(make_env), name, what="make_env"), name="environment")
+    return WorkerPool(pickle_target(make_env, name, what="make_env", wrapper=_EnvMethods), name="environment")
 
 
 class IsolatedEnv:
