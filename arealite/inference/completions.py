@@ -8,6 +8,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -31,6 +32,26 @@ logger = logging.getLogger("arealite.client")
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
 _RESUME_GRACE_S = 60.0  # how much longer than a weight update may take a request waits for its end
+
+
+@dataclass
+class _Sampled:
+    """The tokens of a completion so far, over all servers that sampled some."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    kept: list[list[int]] = field(default_factory=list)
+
+    def extend(self, segment: Segment, versions: list[int]) -> None:
+        self.tokens += segment.tokens
+        self.logprobs += segment.logprobs
+        self.versions += versions
+        self.kept += segment.kept or [[]] * len(segment.tokens)
+
+    def truncate(self, count: int) -> None:
+        """Drop all tokens after the first `count`."""
+        del self.tokens[count:], self.logprobs[count:], self.versions[count:], self.kept[count:]
 
 
 class Completions:
@@ -159,29 +180,18 @@ class Completions:
         sample, seed = self._next_sample(req)
         episode = current_episode.get()
         max_tokens = len(req.input_ids) + req.gconfig.max_new_tokens
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        versions: list[int] = []
-        kept: list[list[int]] = []
+        sampled = _Sampled()
         failed: list[Server] = []
         num_interrupts = num_fruitless = 0
         while True:
             server = await self._pick(req.rid, max_tokens, failed)
             version, began = server.version, time.monotonic()
-            connection = self.connection(server.address, deadline_in(self.config.request_timeout))
             try:
-                async with self.health.in_flight(server):
-                    segment = await self.backend.complete(connection, req, tokens, seed)
-            except ServerError as error:
-                failed.append(server)
-                if len(failed) > self.config.request_retries or not _may_retry(error):
-                    raise
-                if not isinstance(error, OutOfFilesError):
-                    self.health.suspect(server)
-                await asyncio.sleep(backoff_s(len(failed), _FIRST_BACKOFF_S, _MAX_BACKOFF_S))
-                continue
+                segment = await self._ask(server, req, sampled.tokens, seed, failed)
             finally:
                 self.servers.release(server, max_tokens)
+            if segment is None:
+                continue
             heartbeat.tick()
             self.servers.measure(server, len(segment.tokens), time.monotonic() - began)
             segment_versions = self._versions_of(segment, server, version)
@@ -191,18 +201,14 @@ class Completions:
             if episode is not None:
                 episode.servers.add(server.address)
                 episode.newest_version = max(episode.newest_version, *segment_versions, -1)
-            tokens += segment.tokens
-            logprobs += segment.logprobs
-            versions += segment_versions
-            kept += segment.kept or [[]] * len(segment.tokens)
+            sampled.extend(segment, segment_versions)
             self.count(len(segment.tokens), segment.stale_kv_tokens)
-            if segment.finish != "abort" or len(tokens) == req.gconfig.max_new_tokens:
+            if segment.finish != "abort" or len(sampled.tokens) == req.gconfig.max_new_tokens:
                 break
             num_interrupts += 1
             if req.gconfig.stop:
-                num_settled = await self._num_settled(tokens, req.gconfig.stop)
                 # The server that continues looks for stop strings in its own output only.
-                del tokens[num_settled:], logprobs[num_settled:], versions[num_settled:], kept[num_settled:]
+                sampled.truncate(await self._num_settled(sampled.tokens, req.gconfig.stop))
             num_fruitless = 0 if segment.tokens else num_fruitless + 1
             if num_fruitless > 1:
                 # Someone else paused this server; our own pauses are waited for in `_pick`.
@@ -212,20 +218,37 @@ class Completions:
                 progressed = time.monotonic()
         latency_s = time.monotonic() - started
         if episode is not None:
-            episode.samples.append(SampleRecord(sample, len(tokens), latency_s, num_interrupts, server.address))
+            episode.samples.append(SampleRecord(sample, len(sampled.tokens), latency_s, num_interrupts, server.address))
             episode.is_narrowed |= req.gconfig.narrows
         return ModelResponse(
             input_tokens=list(req.input_ids),
-            output_tokens=tokens,
-            output_logprobs=logprobs,
-            output_versions=versions,
+            output_tokens=sampled.tokens,
+            output_logprobs=sampled.logprobs,
+            output_versions=sampled.versions,
             stop_reason="stop" if segment.finish == "stop" else "length",
             server=server.address,
-            output_kept=kept if all(kept) else None,
+            output_kept=sampled.kept if all(sampled.kept) else None,
             matched_stop=segment.matched_stop,
             num_interrupts=num_interrupts,
             latency_s=latency_s,
         )
+
+    async def _ask(
+        self, server: Server, req: ModelRequest, tokens: list[int], seed: int, failed: list[Server]
+    ) -> Segment | None:
+        """Let a server continue `tokens`; return None, with the server in `failed`, if another one may do better."""
+        connection = self.connection(server.address, deadline_in(self.config.request_timeout))
+        try:
+            async with self.health.in_flight(server):
+                return await self.backend.complete(connection, req, tokens, seed)
+        except ServerError as error:
+            failed.append(server)
+            if len(failed) > self.config.request_retries or not _may_retry(error):
+                raise
+            if not isinstance(error, OutOfFilesError):
+                self.health.suspect(server)
+            await asyncio.sleep(backoff_s(len(failed), _FIRST_BACKOFF_S, _MAX_BACKOFF_S))
+            return None
 
     def _versions_of(self, segment: Segment, server: Server, version: int) -> list[int] | None:
         """Return the version of each token of a request that was sent at `version`; None means to ask again."""
