@@ -275,11 +275,7 @@ async def test_arguments_that_are_no_json_stay_text(model) -> None:
         ("chat/completions", {"messages": [{"role": "user"}], "stop": [1]}, "stop must be texts of at least one"),
         ("chat/completions", {"messages": [{"role": "user"}], "stop": {"a": 1}}, "stop must be texts of at least one"),
         ("chat/completions", {"messages": [{"role": "user"}], "n": 0}, "n must be from 1 to 128"),
-        (
-            "chat/completions",
-            {"messages": [{"role": "user", "content": {"type": "text"}}]},
-            "content must be a text",
-        ),
+        ("chat/completions", {"messages": [{"role": "user", "content": {"type": "text"}}]}, "content must be a text"),
         ("chat/completions", {"messages": [{"role": "user", "content": [IMAGE]}]}, "got a part of type 'image_url'"),
         ("completions", {"prompt": ["a", "b"]}, "prompt must be one text"),
         ("completions", {"prompt": [-1]}, "prompt must have ids of the tokenizer, from 0 to"),

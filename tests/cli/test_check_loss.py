@@ -210,12 +210,7 @@ mine, number = partial(ppo, eps_clip=0.2, eps_clip_higher=0.2), 3
         (SEVERAL, ":number", (), "mine.py must have a function number: got ppo"),
         (SEVERAL, ":ppo", (), "Bind its other arguments with functools.partial."),
         (SEVERAL, ":any_arguments", (), "got any_arguments(*arguments). Add --kind."),
-        (
-            SEVERAL,
-            ":other",
-            ("--kind", "advantage"),
-            "other must take (rewards, group_index, num_tokens): got other(one,",
-        ),
+        (SEVERAL, ":other", ("--kind", "advantage"), "other must take (rewards, group_index, num_tokens): got"),
     ],
 )
 def test_files_that_cannot_be_used(

@@ -105,15 +105,9 @@ def test_grpo_has_a_graph_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_runs_of_other_work_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_of(tmp_path / "run", "workers={}", "gconfig.n_samples=4")
     assert main(["plan-core", PPO, *KEYS, "--costs", run]) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        f"ConfigError: costs must be of a run with the config's gconfig.n_samples, 8: got 4 in {run}. Give the folder "
-        "of a run of this config."
-    )
+    assert f"config's gconfig.n_samples, 8: got 4 in {run}." in capsys.readouterr().err
     assert main(["plan-core", PPO, *KEYS, "--costs", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        f"ConfigError: costs must be a run folder with config.yaml: got none in {tmp_path}. Give the folder of a run "
-        "of this config."
-    )
+    assert f"costs must be a run folder with config.yaml: got none in {tmp_path}." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", ["0", "two"])

@@ -187,21 +187,12 @@ def test_runs_without_what_a_prediction_needs_are_refused(tmp_path: Path) -> Non
     config = ppo_config("workers={}")
     run = write_run(tmp_path / "run", config, GRAPH, PARALLEL, factors=(1,))
     complaint = refusal(run, config)
-    assert complaint == (
-        "costs must hold a complete step, from step 1 on and without a call that was run again: got 1 steps in "
-        f"{run.path}. Let the run do more steps."
-    )
+    assert complaint.startswith("costs must hold a complete step") and f": got 1 steps in {run.path}. " in complaint
     CallLog(run.calls).append(record("actor_inf", 0, "actor", "actor", 0.0, 1.0))
-    assert refusal(run, config) == (
-        "costs must hold the calls of the config's graph, actor_inf, actor_train, advantages, critic_inf and "
-        f"critic_train: got actor_inf in {run.path}. Give the costs of a run with the same roles, or correct the "
-        "config."
-    )
+    complaint = refusal(run, config)
+    assert complaint.startswith("costs must hold the calls") and f": got actor_inf in {run.path}. " in complaint
     run.calls.unlink()
-    assert refusal(run, config) == (
-        f"costs must be a run folder with calls.jsonl: got none in {run.path}. Name the folder of a run with workers "
-        "and a declared graph."
-    )
+    assert f"costs must be a run folder with calls.jsonl: got none in {run.path}. " in refusal(run, config)
 
 
 def refusal(run: RunFolder, config: PPOConfig) -> str:

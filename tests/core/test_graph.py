@@ -35,6 +35,10 @@ def change(name: str, /, **fields: Any) -> MFC:
     return replace(PPO[name], **fields)
 
 
+def changed(name: str, /, **fields: Any) -> DataFlowGraph:
+    return graph(change(name, **fields))
+
+
 def test_edges_follow_from_keys() -> None:
     graph = ppo()
     assert graph.needs["actor_inf"] == {"actor_gen": TOKENS}
@@ -55,16 +59,6 @@ def test_edges_follow_from_keys() -> None:
     ]
 
 
-def test_a_graph_never_changes() -> None:
-    calls = [*PPO.values()]
-    graph = DataFlowGraph(calls, engines := dict(ENGINES), publishes="actor")
-    calls.clear()
-    engines.clear()
-    assert graph.calls == (*PPO.values(),) and graph.engines == ENGINES
-    with pytest.raises(AttributeError):
-        graph.publishes = "critic"  # type: ignore[misc]
-
-
 def test_a_call_crosses_processes() -> None:
     call = change("actor_inf", kwargs={"whole": True})
     assert pickle.loads(pickle.dumps(call)) == call != PPO["actor_inf"]
@@ -75,193 +69,123 @@ def test_optional_keys() -> None:
     assert call.inputs_among({"rewards", "truncated", "versions"}) == ("rewards", "truncated")
     assert call.inputs_among({"rewards"}) == ("rewards",)
     assert call.outputs_among({"advantages"}) == ("advantages",)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="call advantages must read rewards: got only logprobs, truncated"):
         call.inputs_among({"truncated", "logprobs"})
-    assert str(error.value) == (
-        "call advantages must read rewards: got only logprobs, truncated. Correct what makes it, or declare that it "
-        "may be absent: rewards?"
-    )
 
 
-def mistake(make: Callable[[], object]) -> str:
+def refused(make: Callable[[], object], subject: str, got: str) -> None:
     with pytest.raises(ConfigError) as error:
         make()
-    return str(error.value)
+    assert str(error.value).startswith(f"{subject} must ") and f": got {got}. " in str(error.value)
 
 
-CALLS: dict[str, tuple[Callable[[], object], str]] = {
-    "no word": (
-        lambda: change("ref_inf", name="ref inf"),
-        "the name of a call must be a word: got 'ref inf'. Metrics and config keys contain it: use letters, digits "
-        "and _ only.",
-    ),
-    "no role": (
-        lambda: change("ref_inf", role="ref-1"),
-        "the role of a call must be a word: got 'ref-1'. Metrics and config keys contain it: use letters, digits and _ "
-        "only.",
-    ),
-    "no interface": (
-        lambda: change("ref_inf", interface="trainstep"),
-        "the interface of call ref_inf must be generate, inference or train_step: got trainstep. Did you mean "
-        "train_step?",
-    ),
-    "an engine that generates": (
-        lambda: change("actor_gen", role="actor"),
-        "the role of a call must be rollout or data if it generates, and only then: got actor of call actor_gen, "
-        "which is generate. Correct one of them.",
-    ),
-    "a source that trains": (
-        lambda: change("actor_train", role="data"),
-        "the role of a call must be rollout or data if it generates, and only then: got data of call actor_train, "
-        "which is train_step. Correct one of them.",
-    ),
-    "a source that reads": (
-        lambda: change("actor_gen", inputs=("prompts",), kwargs={"greedy": True}),
-        "call actor_gen must have only outputs: got inputs and kwargs. Remove it, as the master itself collects the "
-        "batch.",
-    ),
-    "no function": (
-        lambda: change("ref_inf", run=None),
-        "run of call ref_inf must be a function: got None. Pass a method of the engine's class, or "
-        "f(engine, batch, **kwargs).",
-    ),
-    "no inputs": (
-        lambda: change("ref_inf", inputs=()),
-        "call ref_inf must read from the batch: got no inputs. Name all that its function reads.",
-    ),
-    "a text": (
-        lambda: change("ref_inf", outputs="ref_logprobs"),
-        "outputs of call ref_inf must be a tuple: got the text 'ref_logprobs'. Write (\"ref_logprobs\",).",
-    ),
-    "no key": (
-        lambda: change("ref_inf", inputs=("input ids",)),
-        "inputs of call ref_inf must be words of letters, digits and _: got 'input ids'. Correct it.",
-    ),
-    "a key twice": (
-        lambda: change("ref_inf", inputs=("input_ids", "values", "values?")),
-        "inputs of call ref_inf must name each once: got values twice. Remove one.",
-    ),
-}
-GRAPHS: dict[str, tuple[Callable[[], object], str]] = {
-    "one name twice": (
+CALLS: list[tuple[Callable[[], object], str, str]] = [
+    (lambda: change("ref_inf", name="ref inf"), "the name of a call", "'ref inf'"),
+    (lambda: change("ref_inf", role="ref-1"), "the role of a call", "'ref-1'"),
+    (lambda: change("ref_inf", interface="trainstep"), "the interface of call ref_inf", "trainstep"),
+    (lambda: change("actor_gen", role="actor"), "the role of a call", "actor of call actor_gen, which is generate"),
+    (lambda: change("actor_train", role="data"), "the role of a call", "data of call actor_train, which is train_step"),
+    (lambda: change("actor_gen", inputs=("prompts",), kwargs={"greedy": True}), "call actor_gen", "inputs and kwargs"),
+    (lambda: change("ref_inf", run=None), "run of call ref_inf", "None"),
+    (lambda: change("ref_inf", inputs=()), "call ref_inf", "no inputs"),
+    (lambda: change("ref_inf", outputs="ref_logprobs"), "outputs of call ref_inf", "the text 'ref_logprobs'"),
+    (lambda: change("ref_inf", inputs=("input ids",)), "inputs of call ref_inf", "'input ids'"),
+    (lambda: change("ref_inf", inputs=("input_ids", "values", "values?")), "inputs of call ref_inf", "values twice"),
+]
+GRAPHS: list[tuple[Callable[[], object], str, str]] = [
+    (
         lambda: DataFlowGraph([*PPO.values(), change("ref_inf", outputs=("more",))], ENGINES, "actor"),
-        "each call must have a name of its own: got 2 calls ref_inf. Rename all but one.",
+        "each call",
+        "2 calls ref_inf",
     ),
-    "no source": (
-        lambda: graph(without="actor_gen"),
-        "a graph must have one source, of role rollout or data: got none. Add a call that generates what others read.",
-    ),
-    "two sources": (
-        lambda: graph(MFC("rows", "data", "generate", outputs=("more",))),
-        "a graph must have one source, of role rollout or data: got actor_gen and rows. Remove all but one.",
-    ),
-    "after nobody": (
-        lambda: graph(change("critic_train", after=("actor_trian",))),
-        "after of call critic_train must name a call: got actor_trian. Did you mean actor_train?",
-    ),
-    "a role without a call": (
-        lambda: graph(engines=ENGINES | {"teacher": Actor}),
-        "a role with an engine must have a call: got teacher. Add one, or remove it from engines.",
-    ),
-    "a role without an engine": (
-        lambda: graph(change("ref_inf", role="refs")),
-        "a role with an engine must have a call: got ref. Add one, or remove it from engines.",
-    ),
-    "another role without an engine": (
+    (lambda: graph(without="actor_gen"), "a graph", "none"),
+    (lambda: graph(MFC("rows", "data", "generate", outputs=("more",))), "a graph", "actor_gen and rows"),
+    (lambda: changed("critic_train", after=("actor_trian",)), "after of call critic_train", "actor_trian"),
+    (lambda: graph(engines=ENGINES | {"teacher": Actor}), "a role with an engine", "teacher"),
+    (lambda: changed("ref_inf", role="refs"), "a role with an engine", "ref"),
+    (
         lambda: graph(change("ref_inf", role="teacher"), engines={"actor": Actor, "critic": Critic}),
-        "role teacher of call ref_inf must have an engine: got engines of actor and critic. Add its class to engines.",
+        "role teacher of call ref_inf",
+        "engines of actor and critic",
     ),
-    "a misspelt role": (
+    (
         lambda: graph(MFC("more", "critics", "inference", free, TOKENS)),
-        "role critics of call more must have an engine: got engines of actor, critic and ref. Did you mean critic?",
+        "role critics of call more",
+        "engines of actor, critic and ref",
     ),
-    "a method of another engine": (
-        lambda: graph(change("critic_train", run=Actor.ppo_update)),
-        "run of call critic_train must be a method that the engine of critic has: got Actor.ppo_update, and engine "
-        "Critic. Use a method of this class, or correct the role.",
+    (
+        lambda: changed("critic_train", run=Actor.ppo_update),
+        "run of call critic_train",
+        "Actor.ppo_update, and engine Critic",
     ),
-    "kwargs of the config": (
-        lambda: graph(change("actor_train", kwargs={"kl_ctl": 0.1})),
-        "run of call actor_train must take (engine, batch, **kwargs): got Actor.ppo_update, got an unexpected keyword "
-        "argument 'kl_ctl'. Hyperparameters stand in the config, block actor.",
+    (
+        lambda: changed("actor_train", kwargs={"kl_ctl": 0.1}),
+        "run of call actor_train",
+        "Actor.ppo_update, got an unexpected keyword argument 'kl_ctl'",
     ),
-    "wrong kwargs": (
-        lambda: graph(change("ref_inf", run=free, kwargs={"whole": True})),
-        "run of call ref_inf must take (engine, batch, **kwargs): got free, got an unexpected keyword argument "
-        "'whole'. Correct kwargs.",
+    (
+        lambda: changed("ref_inf", run=free, kwargs={"whole": True}),
+        "run of call ref_inf",
+        "free, got an unexpected keyword argument 'whole'",
     ),
-    "two makers": (
-        lambda: graph(change("ref_inf", outputs=("ref_logprobs", "rewards"))),
-        "a key must have one maker: got rewards of actor_gen and ref_inf. Rename it in one of them.",
+    (
+        lambda: changed("ref_inf", outputs=("ref_logprobs", "rewards")),
+        "a key",
+        "rewards of actor_gen and ref_inf",
     ),
-    "two makers, one optional": (
-        lambda: graph(change("ref_inf", outputs=("ref_logprobs", "values?"))),
-        "a key must have one maker: got values of ref_inf and critic_inf. Rename it in one of them.",
+    (
+        lambda: changed("ref_inf", outputs=("ref_logprobs", "values?")),
+        "a key",
+        "values of ref_inf and critic_inf",
     ),
-    "an output nobody reads": (
-        lambda: graph(change("ref_inf", outputs=("ref_logprobs", "entropy"))),
-        "an output must be read by a call: got entropy of ref_inf. Remove it, or add it to the inputs of a call.",
+    (lambda: changed("ref_inf", outputs=("ref_logprobs", "entropy")), "an output", "entropy of ref_inf"),
+    (
+        lambda: changed("ref_inf", inputs=("input_ids", "attention_masks")),
+        "an input",
+        "attention_masks of ref_inf",
     ),
-    "an input nobody makes": (
-        lambda: graph(change("ref_inf", inputs=("input_ids", "attention_masks"))),
-        "an input must be made by a call: got attention_masks of ref_inf. Did you mean attention_mask?",
+    (lambda: changed("ref_inf", inputs=("input_ids", "pixels?")), "an input", "pixels? of ref_inf"),
+    (
+        lambda: changed("ref_inf", inputs=("input_ids", "truncated")),
+        "an input that may be absent",
+        "truncated of ref_inf, and truncated? of actor_gen",
     ),
-    "an optional input nobody makes": (
-        lambda: graph(change("ref_inf", inputs=("input_ids", "pixels?"))),
-        "an input must be made by a call: got pixels? of ref_inf. Add it to the outputs of a call.",
-    ),
-    "an input that may be absent": (
-        lambda: graph(change("ref_inf", inputs=("input_ids", "truncated"))),
-        "an input that may be absent must end in a question mark: got truncated of ref_inf, and truncated? of "
-        "actor_gen. Add the mark, or remove it there.",
-    ),
-    "a cycle": (
+    (
         lambda: graph(
             change("actor_inf", inputs=(*TOKENS, "advantages", "returns")),
             change("critic_inf", after=("critic_train",)),
         ),
-        "calls must not wait for each other: got actor_inf -(proximal_logprobs)-> advantages -(advantages, returns)-> "
-        "actor_inf. Remove one of them.",
+        "calls",
+        "actor_inf -(proximal_logprobs)-> advantages -(advantages, returns)-> actor_inf",
     ),
-    "a cycle through after": (
-        lambda: graph(change("ref_inf", after=("critic_train",))),
-        "calls must not wait for each other: got ref_inf -(ref_logprobs)-> advantages -(advantages, returns)-> "
-        "critic_train -(after)-> ref_inf. Remove one of them.",
+    (
+        lambda: changed("ref_inf", after=("critic_train",)),
+        "calls",
+        "ref_inf -(ref_logprobs)-> advantages -(advantages, returns)-> critic_train -(after)-> ref_inf",
     ),
-    "a call that waits for itself": (
-        lambda: graph(change("ref_inf", after=("ref_inf",))),
-        "calls must not wait for each other: got ref_inf -(after)-> ref_inf. Remove one of them.",
+    (lambda: changed("ref_inf", after=("ref_inf",)), "calls", "ref_inf -(after)-> ref_inf"),
+    (
+        lambda: changed("actor_train", name="more_train"),
+        "train steps of a role",
+        "actor_train and more_train of actor",
     ),
-    "two train steps": (
-        lambda: graph(change("actor_train", name="more_train")),
-        "train steps of a role must have an order: got actor_train and more_train of actor. "
-        'Add after=("actor_train",) to more_train.',
-    ),
-    "old or new weights": (
-        lambda: graph(MFC("diversity", "actor", "inference", free, TOKENS)),
-        "call diversity must begin after actor_train, which trains its role actor, or end before: got no order. Add "
-        'after=("actor_train",) to diversity for the new weights, or after=("diversity",) to actor_train for the old '
-        "ones.",
-    ),
-    "publishes a frozen role": (
-        lambda: graph(publishes="ref"),
-        "publishes must be a role with a train_step: got ref. Use actor or critic.",
-    ),
-    "trains nothing": (
+    (lambda: graph(MFC("diversity", "actor", "inference", free, TOKENS)), "call diversity", "no order"),
+    (lambda: graph(publishes="ref"), "publishes", "ref"),
+    (
         lambda: DataFlowGraph(
             [MFC("rows", "data", "generate", outputs=("ids",)), MFC("score", "ref", "inference", free, ("ids",))],
             {"ref": Actor},
             "ref",
         ),
-        "publishes must be a role with a train_step: got ref. Declare a call that trains.",
+        "publishes",
+        "ref",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("case", [*CALLS, *GRAPHS])
-def test_mistakes_in_a_declaration(case: str) -> None:
-    make, sentence = (CALLS | GRAPHS)[case]
-    assert mistake(make) == sentence
+@pytest.mark.parametrize(("make", "subject", "got"), [*CALLS, *GRAPHS])
+def test_mistakes_in_a_declaration(make: Callable[[], object], subject: str, got: str) -> None:
+    refused(make, subject, got)
 
 
 def test_what_is_no_mistake() -> None:
@@ -296,35 +220,22 @@ def without(*path: str) -> PPOConfig:
     return changed
 
 
-CONFIGS: dict[str, tuple[Callable[[], PPOConfig], str]] = {
-    "no block": (
-        lambda: without("ref"),
-        "the config must have a block ref, as call ref_inf is of role ref: got none. "
-        'Write "ref: {}", or declare a graph without this call.',
-    ),
-    "no servers": (
-        lambda: without("rollout"),
-        "the config must have a block rollout, as call actor_gen is of role rollout: got none. "
-        'Write "rollout: {}", or declare a graph without this call.',
-    ),
-    "no optimizer": (
-        lambda: without("critic", "optimizer"),
-        "critic.optimizer must be a block, as call critic_train trains: got null. Set its lr, or declare the call as "
-        "inference.",
-    ),
-    "more ranks than devices": (
+CONFIGS: list[tuple[Callable[[], PPOConfig], str, str]] = [
+    (lambda: without("ref"), "the config", "none"),
+    (lambda: without("rollout"), "the config", "none"),
+    (lambda: without("critic", "optimizer"), "critic.optimizer", "null"),
+    (
         lambda: config("workers.critic.ranks=3"),
-        "workers must fit the cluster: got 4 of actor and 3 of critic beside 2 GPUs of servers, and 1 x 8 GPUs. Lower "
-        "workers.<role>.ranks, or let a role share the workers of another.",
+        "workers",
+        "4 of actor and 3 of critic beside 2 GPUs of servers, and 1 x 8 GPUs",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("case", CONFIGS)
-def test_configs_that_cannot_run_a_graph(case: str) -> None:
-    make, sentence = CONFIGS[case]
+@pytest.mark.parametrize(("make", "subject", "got"), CONFIGS)
+def test_configs_that_cannot_run_a_graph(make: Callable[[], PPOConfig], subject: str, got: str) -> None:
     made = make()
-    assert mistake(lambda: ppo().check(made)) == sentence
+    refused(lambda: ppo().check(made), subject, got)
 
 
 def test_a_role_that_workers_do_not_have() -> None:
@@ -332,10 +243,7 @@ def test_a_role_that_workers_do_not_have() -> None:
     vars(made)["judge"] = made.actor  # as if its class had such a block
     judged = replace(PPO["ref_inf"], role="judge")
     changed = graph(judged, engines={"actor": Actor, "critic": Critic, "judge": Actor})
-    assert mistake(lambda: changed.check(made)) == (
-        "a role must be one that workers has, actor, critic, ref, teacher and model: got judge. Rename it, or add it "
-        "to the class of workers."
-    )
+    refused(lambda: changed.check(made), "a role", "judge")
 
 
 def test_configs_that_can() -> None:

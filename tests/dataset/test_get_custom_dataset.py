@@ -158,10 +158,7 @@ def test_a_function_of_a_python_file(tokenizer) -> None:
         ("{file}:empty", "must have rows: got none"),
         ("{file}:nothing", "nothing must return a list of rows, or a Dataset: got NoneType"),
         ("{file}:generated", "generated must return a list of rows, or a Dataset: got generator"),
-        (
-            "{file}:rows?size=2",
-            "the column question: got prompt in row 0 .*Set train_dataset.prompt_key to",
-        ),
+        ("{file}:rows?size=2", "the column question: got prompt in row 0 .*Set train_dataset.prompt_key to"),
         ("no_file.py:rows", "dataset file must exist: got 'no_file.py'"),
     ],
 )

@@ -128,10 +128,7 @@ def test_conversations_with_images_are_learned(tmp_path, tools: dict[str, object
             {"problem": "<image><image>", "images": [b""]},
             "must show each of its images once: got 2 marks <image> for 1",
         ),
-        (
-            {"problem": "Count.", "images": [b"no image"]},
-            "an image must be a file that PIL can read: got cannot",
-        ),
+        ({"problem": "Count.", "images": [b"no image"]}, "an image must be a file that PIL can read: got cannot"),
     ],
     ids=["none", "no column", "marks", "broken"],
 )

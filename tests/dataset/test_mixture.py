@@ -178,10 +178,7 @@ def test_each_source_has_its_own_columns(load: Any, tmp_path: Path) -> None:
         ("train_dataset.shuffle=false", r"train_dataset\.shuffle must be true if sources have weights: got false"),
         ("train_dataset.image_key=image", r"mixed_with must be empty with image_key: got image_key image"),
         ("valid_dataset={path: x, weight: 2}", r"valid_dataset must be one source: got mixed_with or weight"),
-        (
-            "train_dataset.mixed_with=[{path: x, wieght: 2}]",
-            r"train_dataset.mixed_with.0.wieght must be left out: got 2",
-        ),
+        ("train_dataset.mixed_with=[{path: x, wieght: 2}]", "train_dataset.mixed_with.0.wieght must be left out: got"),
         ("train_dataset.mixed_with=[{weight: 2}]", r"train_dataset.mixed_with.0.path must be given: got "),
         ("train_dataset.mixed_with=[{path: x, weight: 0}]", r"mixed_with must be greater than 0: got 0"),
     ],

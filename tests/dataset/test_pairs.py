@@ -75,10 +75,7 @@ def test_prompts_of_pairs_follow_the_config(tmp_path: Path, tokenizer: Any) -> N
             {"prompt": "?", "chosen": "2"},
             "must have the column rejected: got prompt, chosen in row 0 of .*rejected_key",
         ),
-        (
-            {"chosen": [ASK], "rejected": [ASK]},
-            "chosen must end with the assistant's turn: got one that ends with user",
-        ),
+        ({"chosen": [ASK], "rejected": [ASK]}, "chosen must end with the assistant's turn: got one that ends with"),
         ({"chosen": [], "rejected": []}, "chosen must be a text or a list of messages"),
         ({"prompt": "?", "chosen": [{"role": "assistant"}], "rejected": "3"}, "chosen must be a text or a list"),
     ],

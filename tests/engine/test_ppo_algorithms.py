@@ -298,10 +298,7 @@ def scaled(logprobs: torch.Tensor, micro_batch: TensorDict, factor: float = 1.0)
         (lambda p, mb: (scaled(p, mb), None), "loss_fn must return (token losses, statistics): got a tuple of 2. End"),
         (lambda p, mb: (scaled(p, mb).mean(), {}), "one loss per token, a real tensor of shape [62]: got a tensor of"),
         (lambda p, mb: (scaled(p, mb)[:, None], {}), "of shape [62]: got a tensor of shape [62, 1] and torch.float32."),
-        (
-            lambda p, mb: (scaled(p.detach(), mb), {}),
-            "loss_fn must return losses that depend on logprobs: got a tensor",
-        ),
+        (lambda p, mb: (scaled(p.detach(), mb), {}), "loss_fn must return losses that depend on logprobs: got a"),
         (lambda p, mb: (scaled(p, mb, math.nan), {}), "loss_fn must return finite losses of trained tokens: got nan. "),
         (lambda p, mb: (scaled(p, mb), {"x": 0.5}), "statistic 'x' of loss_fn must have one value per token, a real"),
         (lambda p, mb: (scaled(p, mb), {"x": p.mean()}), "[62]: got a tensor of shape [] and torch.float32. Leave out"),
@@ -364,10 +361,7 @@ def test_groups_may_have_any_numbers(make: Make) -> None:
 @pytest.mark.parametrize(
     ("advantage_fn", "told"),
     [
-        (
-            lambda r, g, n: r.mean(),
-            "advantage_fn must return one advantage per completion, a real tensor of shape [8]:",
-        ),
+        (lambda r, g, n: r.mean(), "advantage_fn must return one advantage per completion, a real tensor of shape"),
         (lambda r, g, n: r[:, None], "of shape [8]: got a tensor of shape [8, 1] and torch.float32. All tokens of one"),
         (lambda r, g, n: r.tolist(), "of shape [8]: got a list of 8. All tokens of one share it."),
         (lambda r, g, n: None, "of shape [8]: got a NoneType. All tokens of one share it."),
@@ -394,11 +388,7 @@ def test_statistics_may_carry_a_gradient_and_advantages_be_flags(make: Make) -> 
     ("algorithm", "reward", "told"),
     [
         ("grpo", math.nan, "rewards must be finite: got nan. Fix the reward function, or reject such rows."),
-        (
-            "max_rl",
-            -0.5,
-            "rewards must be at least 0 with reward_scale group_mean: got -0.5. Set actor.reward_scale=group",
-        ),
+        ("max_rl", -0.5, "rewards must be at least 0 with reward_scale group_mean: got -0.5"),
     ],
 )
 def test_a_reward_that_means_nothing_is_told(make: Make, algorithm: str, reward: float, told: str) -> None:

@@ -70,10 +70,7 @@ def test_one_sequence_per_forward_makes_the_bits_independent_of_neighbours() -> 
 @pytest.mark.parametrize(
     ("model_config", "reason"),
     [
-        (
-            lambda: config(MistralConfig, sliding_window=16),
-            "sliding_window must be at least the context: got 16 and 64",
-        ),
+        (lambda: config(MistralConfig, sliding_window=16), "sliding_window must be at least the context: got 16 and"),
         (lambda: config(Gemma2Config, sliding_window=64), "softcap"),
         (lambda: MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2), "Mamba"),
         (lambda: config(LlamaConfig, rope_parameters=DYNAMIC), "got rope_type dynamic"),

@@ -44,10 +44,7 @@ def test_functions_of_one_name_are_refused_when_they_are_loaded(folder) -> None:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        (
-            "{folder}/none.py:score",
-            "reward must be FILE.py:FUNCTION or .* that exists: got .*none.py:score",
-        ),
+        ("{folder}/none.py:score", "reward must be FILE.py:FUNCTION or .* that exists: got .*none.py:score"),
         ("score", "reward must be FILE.py:FUNCTION or module:FUNCTION that exists: got score"),
         ("./own_reward:score", "reward must be FILE.py:FUNCTION or .* that exists: got ./own_reward:score. Correct it"),
         ("no.such.module:score", "reward must be FILE.py:FUNCTION or module:FUNCTION that exists: got no.such.module:"),

@@ -166,19 +166,13 @@ def test_a_cap_without_the_decoupled_loss_has_no_effect(caplog: pytest.LogCaptur
         ({"use_decoupled_loss": True, "_upper": 2.0}, "decoupled_loss must not be given with actor.correction.upper"),
         ({"behav_imp_weight_cap": 2.0, "proximal": "recompute"}, "weight_cap must not be given with actor.proximal"),
         ({"use_decoupled_loss": True, "recompute_logprob": False}, "actor.recompute_logprob must be true if"),
-        (
-            {"cispo_max": 5.0},
-            "actor.cispo_max must be null with actor.objective ppo: got 5.0. Remove it, or set actor.",
-        ),
+        ({"cispo_max": 5.0}, "actor.cispo_max must be null with actor.objective ppo: got 5.0"),
         ({"objective": "cispo", "eps_clip": 0.2}, "actor.eps_clip must be null with actor.objective cispo"),
         ({"objective": "reinforce", "c_clip": 3.0}, "actor.c_clip must be null with actor.objective reinforce"),
         ({"loss_constant": 3.0}, "actor.loss_constant must be null with actor.aggregation token_mean"),
         ({"_upper": 3.0}, "actor.correction.upper must be null with actor.correction.action none"),
         ({"algorithm": "gspo", "objective": "sapo"}, "actor.importance_sampling_level must be token with actor.objec"),
-        (
-            {"algorithm": "gspo", "aggregation": "token_mean"},
-            "actor.aggregation must be sequence_mean with actor.impor",
-        ),
+        ({"algorithm": "gspo", "aggregation": "token_mean"}, "actor.aggregation must be sequence_mean with"),
         ({"algorithm": "gmpo", "aggregation": "constant"}, "actor.aggregation must be sequence_mean with actor.object"),
         ({"algorithm": "gmpo", "kl_ctl": 0.1, "kl_in": "reward"}, "actor.kl_in must be loss with actor.objective gmpo"),
         ({"algorithm": "gspo", "discount": 0.95}, "actor.discount must be 1, without a critic or teacher, with actor."),
@@ -194,10 +188,7 @@ def test_a_cap_without_the_decoupled_loss_has_no_effect(caplog: pytest.LogCaptur
         ({"kl_estimator": "k3"}, "actor.kl_estimator must be k1 with actor.kl_in reward: got k3, whose expected grad"),
         ({"algorithm": "rloo", "kl_estimator": "k2"}, "actor.kl_estimator must be k1 with actor.kl_in reward: got k2"),
         ({"kl_in": "loss", "kl_estimator": "k1"}, "actor.kl_estimator must be k2 or k3 with actor.kl_in loss: got k1"),
-        (
-            {"baseline": "critic", "reward_scale": "group_std"},
-            "actor.reward_scale must be none with actor.baseline cri",
-        ),
+        ({"baseline": "critic", "reward_scale": "group_std"}, "actor.reward_scale must be none with actor.baseline"),
         ({"algorithm": "grpo", "lambda_alpha": 0.05}, "actor.lambda_alpha must be null with actor.baseline group_mean"),
         ({"returns_lambda": 1.0}, "actor.returns_lambda must be null with actor.baseline none: got 1.0"),
         ({"algorithm": "max_rl", "reward_bias": -0.5}, "actor.reward_scale must not be group_mean with rewards that"),
@@ -207,18 +198,12 @@ def test_a_cap_without_the_decoupled_loss_has_no_effect(caplog: pytest.LogCaptur
         ({"proximal": "current", "ppo_n_minibatches": 2}, "actor.proximal must be recompute with actor.ppo_n_minib"),
         ({"_action": "truncate", "_upper": 2.0}, "actor.correction.action must not be given with actor.proximal roll"),
         ({"sequence_mask_delta": 0.1}, "actor.sequence_mask_delta must not be given with actor.proximal rollout"),
-        (
-            {"second_moment_limit": 0.04, "proximal": "current", "ppo_n_minibatches": 1},
-            "actor.proximal must be recompute with actor.second_moment_limit: got current",
-        ),
+        ({"second_moment_limit": 0.04, "proximal": "current", "ppo_n_minibatches": 1}, "actor.proximal must be"),
         (
             {"algorithm": "dppo", "proximal": "recompute", "_action": "mask", "_upper": 2.0},
             "actor.correction.action must be none with actor.objective dppo",
         ),
-        (
-            {"proximal": "recompute", "_action": "mask", "_lower": 5.0, "_upper": 0.5},
-            "actor.correction.lower must be less than actor.correction.upper",
-        ),
+        ({"proximal": "recompute", "_action": "mask", "_lower": 5.0, "_upper": 0.5}, "actor.correction.lower must be"),
         ({"proximal": "recompute", "_action": "truncate"}, "actor.correction.upper must be above 0"),
         (
             {"proximal": "recompute", "_action": "truncate", "_upper": 2.0, "_level": "geometric"},
@@ -227,14 +212,8 @@ def test_a_cap_without_the_decoupled_loss_has_no_effect(caplog: pytest.LogCaptur
         ({"proximal": "recompute", "_action": "mask", "_level": "geometric"}, "actor.correction must have a bound"),
         ({"algorithm": "opd", "adv_norm": True}, "actor.adv_norm must be false with actor.baseline teacher"),
         ({"algorithm": "opd", "gae_lambda": 0.9}, "actor.gae_lambda must be 1.0 with actor.baseline teacher"),
-        (
-            {"algorithm": "opd", "reward_bias": -0.5},
-            "actor.reward_bias must be 0.0 with actor.baseline teacher: got -0",
-        ),
-        (
-            {"algorithm": "opd", "reward_clip": 1.0},
-            "actor.reward_clip must be null with actor.baseline teacher: got 1.",
-        ),
+        ({"algorithm": "opd", "reward_bias": -0.5}, "actor.reward_bias must be 0.0 with actor.baseline teacher: got"),
+        ({"algorithm": "opd", "reward_clip": 1.0}, "actor.reward_clip must be null with actor.baseline teacher: got"),
         ({"algorithm": "opd", "overlong_buffer": 4}, "actor.overlong_buffer must be null with actor.baseline teacher"),
         (
             {"algorithm": "gspo", "proximal": "recompute", "_action": "mask", "_level": "token", "_upper": 2.0},
@@ -248,16 +227,10 @@ def test_a_cap_without_the_decoupled_loss_has_no_effect(caplog: pytest.LogCaptur
             {"algorithm": "gmpo", "proximal": "recompute", "_action": "truncate", "_upper": 2.0},
             "actor.correction.upper must be above 0, and level sequence, with action truncate: got 2.0 and geometric.",
         ),
-        (
-            {"algorithm": "gspo", "proximal": "recompute", "second_moment_limit": 0.04},
-            "actor.second_moment_limit must be null with actor.importance_sampling_level sequence: got 0.04",
-        ),
+        ({"algorithm": "gspo", "proximal": "recompute", "second_moment_limit": 0.04}, "actor.second_moment_limit must"),
         ({"algorithm": "opd", "truncated": "zero"}, "actor.truncated must be keep or mask with actor.baseline teacher"),
         ({"algorithm": "opd", "kl_ctl": 0.1, "kl_in": "reward", "kl_estimator": "k1"}, "actor.kl_in must be loss with"),
-        (
-            {"algorithm": "opd", "objective": "gmpo", "aggregation": "sequence_mean"},
-            "Tokens of a completion must share its advantage",
-        ),
+        ({"algorithm": "opd", "objective": "gmpo", "aggregation": "sequence_mean"}, "Tokens of a completion must"),
     ],
 )
 def test_what_means_nothing_is_refused(choices: dict[str, Any], told: str) -> None:
@@ -344,16 +317,10 @@ def test_resolved_choices_survive_yaml(tmp_path: Path, algorithm: str | None) ->
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (
-            ["actor.algorithm=opd"],
-            "actor.baseline must be teacher exactly with a teacher block: got teacher and no block",
-        ),
+        (["actor.algorithm=opd"], "actor.baseline must be teacher exactly with a teacher block: got teacher and no"),
         (["teacher.path=t"], "actor.baseline must be teacher exactly with a teacher block: got group_mean and a block"),
         (["actor.algorithm=opd", "teacher={path: t, temperature: 0.5}"], "teacher.temperature must equal gconfig.temp"),
-        (
-            ["actor.algorithm=opd", "teacher={path: t, optimizer: {}}"],
-            "teacher.optimizer must be null: got an optimizer",
-        ),
+        (["actor.algorithm=opd", "teacher={path: t, optimizer: {}}"], "teacher.optimizer must be null: got an"),
         (["actor.algorithm=opd", "teacher={}"], "teacher.path must be given"),
     ],
 )
@@ -446,16 +413,8 @@ def test_a_config_with_a_critic_is_ppo(tmp_path: Path) -> None:
     ("cls", "overrides", "told"),
     [
         (GRPOConfig, ["actor.baseline=critic"], "actor.baseline must not be critic without a critic: got critic with"),
-        (
-            GRPOConfig,
-            ["actor.algorithm=ppo"],
-            "actor.baseline must not be critic without a critic: got critic with actor.algorithm ppo. Choose others,",
-        ),
-        (
-            PPOConfig,
-            ["actor.algorithm=grpo"],
-            "actor.baseline must be critic with a critic block: got group_mean with actor.algorithm grpo. Remove both,",
-        ),
+        (GRPOConfig, ["actor.algorithm=ppo"], "actor.baseline must not be critic without a critic: got critic with"),
+        (PPOConfig, ["actor.algorithm=grpo"], "actor.baseline must be critic with a critic block: got group_mean with"),
         (PPOConfig, ["critic.optimizer=null"], "critic.optimizer must be a block: got null"),
         (PPOConfig, ["critic.group_size=3"], "critic.group_size must equal gconfig.n_samples: got 3 and 8"),
         (PPOConfig, ["actor.reward_scale=batch_std"], "actor.reward_scale must be none with actor.baseline critic"),

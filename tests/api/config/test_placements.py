@@ -83,72 +83,42 @@ def test_the_command_line_changes_a_placement_or_replaces_all(tmp_path: Path) ->
     assert (config.allocation_mode, config.workers) == ("sglang.d4+d2", None)
 
 
-PLACEMENTS = {
-    "servers of an unknown kind": (
-        ["rollout.backend=tgi"],
-        "allocation_mode.actor_gen must be servers whose kind rollout.backend names: got 2 GPUs and tgi. Set "
-        "rollout.backend to one of sglang, vllm, lite.",
-    ),
-    "workers that are no block": (
-        ["workers.actor=2"],
-        "workers.actor must be a block: got 2. Write e.g. workers: {actor: {threads: 4}}.",
-    ),
-    "no call": (
-        [placed("actor", 1)],
-        "allocation_mode must name calls, such as actor_train, ref_inf or actor_gen: got actor. Correct the name.",
-    ),
-    "servers of another role": (
-        [placed("ref_gen", 1)],
-        "allocation_mode must place the servers as actor_gen, as they have the actor's weights: got ref_gen. Rename "
-        "it.",
-    ),
-    "one role in two places": (
+PLACEMENTS = [
+    (["rollout.backend=tgi"], "allocation_mode.actor_gen", "2 GPUs and tgi"),
+    (["workers.actor=2"], "workers.actor", "2"),
+    ([placed("actor", 1)], "allocation_mode", "actor"),
+    ([placed("ref_gen", 1)], "allocation_mode", "ref_gen"),
+    (
         [placed("actor_inf", 4)],
-        "allocation_mode.actor_inf must be the placement of the other call of its role, which has one group of "
-        "workers: got {'ranks': 4, 'strategy': 'STRICT_PACK'} and {'ranks': 8, 'strategy': 'STRICT_PACK'}. Remove "
-        "actor_inf.",
+        "allocation_mode.actor_inf",
+        "{'ranks': 4, 'strategy': 'STRICT_PACK'} and {'ranks': 8, 'strategy': 'STRICT_PACK'}",
     ),
-    "no placement group": (
-        ["allocation_mode.ref_inf=4"],
-        "allocation_mode.ref_inf must be a placement group of strategy and bundles: got 4. Write placement_group: "
-        "{strategy: PACK, bundles: [{GPU: 8}]}.",
-    ),
-    "an unknown strategy": (
-        [placed("ref_inf", 1, strategy="PACKED")],
-        "allocation_mode.ref_inf.placement_group.strategy must be one of STRICT_PACK, PACK, SPREAD, STRICT_SPREAD: got "
-        "PACKED. Correct it.",
-    ),
-    "no bundles": (
-        ["allocation_mode.ref_inf.placement_group.bundles=[]"],
-        "allocation_mode.ref_inf.placement_group.bundles must be a list of resources: got []. Write placement_group: "
-        "{strategy: PACK, bundles: [{GPU: 8}]}.",
-    ),
-    "cores": (
+    (["allocation_mode.ref_inf=4"], "allocation_mode.ref_inf", "4"),
+    ([placed("ref_inf", 1, strategy="PACKED")], "allocation_mode.ref_inf.placement_group.strategy", "PACKED"),
+    (["allocation_mode.ref_inf.placement_group.bundles=[]"], "allocation_mode.ref_inf.placement_group.bundles", "[]"),
+    (
         ["allocation_mode.actor_train.placement_group.bundles=[{GPU: 8, CPU: 32}]"],
-        "allocation_mode.actor_train.placement_group.bundles must hold GPUs alone: got CPU. Remove it: "
-        "launcher.trainer_cpus_per_gpu and inference_server_cpus_per_gpu reserve cores.",
+        "allocation_mode.actor_train.placement_group.bundles",
+        "CPU",
     ),
-    "half a GPU": (
+    (
         ["allocation_mode.actor_train.placement_group.bundles=[{GPU: 0.5}]"],
-        "GPU of each bundle in allocation_mode.actor_train must be a whole number from 1 on: got [0.5]. Correct it.",
+        "GPU of each bundle in allocation_mode.actor_train",
+        "[0.5]",
     ),
-    "large bundles on different nodes": (
-        [placed("actor_train", 8, 8, strategy="STRICT_SPREAD")],
-        "allocation_mode.actor_train must have bundles of 1 GPU with STRICT_SPREAD, as each worker has one: got [8, "
-        "8]. Use PACK, which fills node after node.",
-    ),
-    "workers twice": (
+    ([placed("actor_train", 8, 8, strategy="STRICT_SPREAD")], "allocation_mode.actor_train", "[8, 8]"),
+    (
         ["workers.actor.ranks=4"],
-        "the workers of actor must be given once: got workers.actor.ranks and allocation_mode.actor_train or "
-        "actor_inf. Remove one.",
+        "the workers of actor",
+        "workers.actor.ranks and allocation_mode.actor_train or actor_inf",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("case", PLACEMENTS)
-def test_placements_that_mean_nothing(tmp_path: Path, case: str) -> None:
-    overrides, sentence = PLACEMENTS[case]
-    assert mistake(tmp_path, PER_CALL, *overrides) == sentence
+@pytest.mark.parametrize(("overrides", "subject", "got"), PLACEMENTS)
+def test_placements_that_mean_nothing(tmp_path: Path, overrides: list[str], subject: str, got: str) -> None:
+    told = mistake(tmp_path, PER_CALL, *overrides)
+    assert told.startswith(f"{subject} must ") and f": got {got}. " in told
 
 
 def test_servers_of_no_kind_are_the_usual_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,19 +128,12 @@ def test_servers_of_no_kind_are_the_usual_ones(tmp_path: Path, monkeypatch: pyte
 
 def test_nothing_trains(tmp_path: Path) -> None:
     assert "must place actor_train or model_train: got nothing." in mistake(tmp_path, "allocation_mode: {}\n")
-    assert mistake(tmp_path, "", placed("ref_inf", 1)) == (
-        "allocation_mode must place actor_train or model_train: got ref_inf. Add actor_train: {placement_group: "
-        "{strategy: PACK, bundles: [{GPU: 8}]}}."
-    )
+    assert "must place actor_train or model_train: got ref_inf." in mistake(tmp_path, "", placed("ref_inf", 1))
 
 
 def test_hydras_groups_are_refused(tmp_path: Path) -> None:
     told = mistake(tmp_path, "defaults:\n  - _self_\n  - cluster: slurm-gpu\n  - ppo: default\n")
-    assert told == (
-        "defaults must name nothing but _self_: got [{'cluster': 'slurm-gpu'}, {'ppo': 'default'}]. Hydra's config "
-        "groups are not read: write the keys of those files into this one, each under its block, e.g. `cluster: "
-        "{n_gpus_per_node: 8}`."
-    )
+    assert told.startswith("defaults must ") and "got [{'cluster': 'slurm-gpu'}, {'ppo': 'default'}]." in told
     assert load(tmp_path, f"{PER_CALL}defaults: [_self_]\n").workers.actor.ranks == 8
 
 
@@ -192,9 +155,8 @@ def test_blocks_of_the_original_have_their_places_here(tmp_path: Path, caplog: p
     assert "actor.type has no effect: the files of a model tell its type. Remove it." in told
     assert mistake(tmp_path, "ppo: {kl_coef: 0.2}\n").startswith("ppo.kl_coef must be a key of PPOConfig: got it in ")
     assert mistake(tmp_path, "dataset: {eps_clip: 0.2}\n").startswith("dataset must be a key of PPOConfig: ")
-    assert mistake(tmp_path, "dataset: {path: other}\n") == (
-        "train_dataset.path must be given once: got it as dataset.path too. Remove dataset.path."
-    )
+    told_twice = mistake(tmp_path, "dataset: {path: other}\n")
+    assert told_twice.startswith("train_dataset.path must be given once: got it as dataset.path too.")
 
 
 def test_blocks_of_a_script_of_ones_own_are_left_to_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

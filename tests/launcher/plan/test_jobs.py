@@ -318,20 +318,14 @@ def test_one_sided_allocations(load, mode, servers, ranks):
         (["actor.path=tiny", "allocation_mode=lite.d1+d2p2"], "trainer's p in allocation_mode must be 1"),
         (["actor.path=tiny", "allocation_mode=lite.d1+d2t2"], "trainer's t in allocation_mode must be 1"),
         (["actor.path=tiny", "allocation_mode=vllm.d1+d1"], "must be installed: got vllm.d1p1t1+d1p1t1"),
-        (
-            ["actor.path=tiny", "allocation_mode=vllm.d1+d1", "launcher.server_python=/no/python"],
-            "server_python must be a Python interpreter: got /no/python",
-        ),
+        (["actor.path=tiny", "allocation_mode=vllm.d1+d1", "launcher.server_python=/no/python"], "server_python must"),
         (["actor.path=tiny", "allocation_mode=vllm.d1p2+d1", "rollout.weight_update=disk"], "vllm must have p1 "),
         (
             ["actor.path=tiny", "allocation_mode=vllm.d1+d1", "vllm.tensor-parallel-size=2"],
             "got tensor-parallel-size. ",
         ),
         (["actor.path=tiny", "allocation_mode=vllm.d1+d1", "vllm.model=other"], "got model. Remove"),
-        (
-            ["actor.path=tiny", "allocation_mode=sglang.d1+d1", "sglang.random-seed=x"],
-            "sglang.random_seed must be a whole",
-        ),
+        (["actor.path=tiny", "allocation_mode=sglang.d1+d1", "sglang.random-seed=x"], "sglang.random_seed must be a"),
         (["actor.path=tiny", "allocation_mode=lite.d1t2+d1"], "servers of lite must have p1t1"),
         (["actor.path=tiny", "allocation_mode=sglang.d1p2+d1", "rollout.weight_update=disk"], "sglang must have p1 "),
         (["actor.path=tiny", "allocation_mode=sglang.d1+d1"], "must be installed: got sglang.d1p1t1+d1p1t1"),
@@ -339,25 +333,16 @@ def test_one_sided_allocations(load, mode, servers, ranks):
             ["actor.path=tiny", "allocation_mode=sglang.d1+d1", "sglang.port=1"],
             "leave base_gpu_id, host, model_path, port",
         ),
-        (
-            ["actor.path=/no/model", "allocation_mode=lite.d1+d1"],
-            "actor.path must be a folder or a hub id: got /no/model",
-        ),
+        (["actor.path=/no/model", "allocation_mode=lite.d1+d1"], "actor.path must be a folder or a hub id: got"),
         (["model.path=./no", "allocation_mode=d1"], "model.path must be a folder or a hub id: got ./no"),
         (["model.path=tiny", "allocation_mode=lite.d1+d1"], "Write allocation_mode=d1p1t1"),
         (["model.path=tiny", "allocation_mode=lite.d1|d1"], "Write allocation_mode=d1p1t1"),
-        (
-            ["actor.path=tiny", "allocation_mode=lite.d1|d1", "rollout.server_addrs=[h:1]"],
-            "server_addrs must be left out with allocation_mode=lite.d1p1t1|d1p1t1, whose servers are ours: got h:1.",
-        ),
+        (["actor.path=tiny", "allocation_mode=lite.d1|d1", "rollout.server_addrs=[h:1]"], "server_addrs must be left"),
         (
             ["actor.path=tiny", "allocation_mode=lite.d1|d1", "rollout.weight_update=disk"],
             "whose server has the weights already: got disk",
         ),
-        (
-            ["actor.path=tiny", "allocation_mode=lite.d1|d1", "workers.actor.ranks=1"],
-            "workers must be left out with allocation_mode=lite.d1p1t1|d1p1t1",
-        ),
+        (["actor.path=tiny", "allocation_mode=lite.d1|d1", "workers.actor.ranks=1"], "workers must be left out with"),
         (
             ["actor.path=tiny", "allocation_mode=sglang.d1|d1", "rollout.weight_update=broadcast"],
             "as NCCL refuses two ranks on one GPU: got broadcast",
@@ -382,10 +367,7 @@ def test_one_sided_allocations(load, mode, servers, ranks):
             "which needs 2 GPUs, and 1 x 1",
         ),
         (["model.path=tiny", "allocation_mode=d1", "cluster.n_nodes=2"], "cluster.n_nodes must be 1"),
-        (
-            ["model.path=tiny", "allocation_mode=d9", "cluster.n_gpus_per_node=16"],
-            "needs 9, and 8 GPUs on this node",
-        ),
+        (["model.path=tiny", "allocation_mode=d9", "cluster.n_gpus_per_node=16"], "needs 9, and 8 GPUs on this node"),
     ],
 )
 def test_refusals(load, nvidia_smi, overrides, told):

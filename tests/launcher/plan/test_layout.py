@@ -83,64 +83,37 @@ def test_an_experiment_without_a_policy_has_a_model() -> None:
     )
 
 
-MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
-    "shares with nobody": (
-        lambda: make_layout(ppo("workers.ref.share=critics")),
-        "workers.ref.share must be a role with an engine: got critics. Did you mean critic?",
+MISTAKES: list[tuple[list[str], str, str]] = [
+    (["workers.ref.share=critics"], "workers.ref.share", "critics"),
+    (["workers.ref.share=teacher"], "workers.ref.share", "teacher"),
+    (["workers.ref.share=ref"], "workers.ref.share", "ref, which shares those of ref"),
+    (
+        ["workers.ref.share=critic", "workers.critic.share=actor"],
+        "workers.ref.share",
+        "critic, which shares those of actor",
     ),
-    "shares with a role that is not there": (
-        lambda: make_layout(ppo("workers.ref.share=teacher")),
-        "workers.ref.share must be a role with an engine: got teacher. Use one of actor, critic, ref.",
+    (["workers.ref={share: actor, ranks: 2}"], "workers.ref", "2"),
+    (["workers.ref={threads: 2, strategy: SPREAD}"], "workers.ref", "2 and SPREAD"),
+    (["workers.teacher.ranks=2"], "workers", "teacher"),
+    (["workers.critic.ranks=3"], "workers", "4 of actor and 3 of critic beside 2 GPUs of servers, and 1 x 8 GPUs"),
+    (
+        ["workers.actor={ranks: 9, strategy: STRICT_PACK}", "cluster.n_nodes=2"],
+        "workers.actor",
+        "9 ranks, and 8 GPUs per node",
     ),
-    "shares with itself": (
-        lambda: make_layout(ppo("workers.ref.share=ref")),
-        "workers.ref.share must be a role with workers of its own: got ref, which shares those of ref. Remove one of "
-        "the two.",
+    (
+        ["workers.actor={ranks: 3, strategy: STRICT_SPREAD}", "cluster.n_nodes=2"],
+        "workers.actor",
+        "3 ranks and 2 nodes",
     ),
-    "shares with one that shares": (
-        lambda: make_layout(ppo("workers.ref.share=critic", "workers.critic.share=actor")),
-        "workers.ref.share must be a role with workers of its own: got critic, which shares those of actor. Remove one "
-        "of the two.",
-    ),
-    "ranks and share": (
-        lambda: make_layout(ppo("workers.ref={share: actor, ranks: 2}")),
-        "workers.ref must not have ranks, as its workers are those of actor: got 2. Remove this, or give ref ranks and "
-        "no share.",
-    ),
-    "threads of workers of another role": (
-        lambda: make_layout(ppo("workers.ref={threads: 2, strategy: SPREAD}")),
-        "workers.ref must not have threads and strategy, as its workers are those of actor: got 2 and SPREAD. Remove "
-        "this, or give ref ranks and no share.",
-    ),
-    "a role that the experiment lacks": (
-        lambda: make_layout(ppo("workers.teacher.ranks=2")),
-        "workers must name roles of the experiment, actor, critic and ref: got teacher. Remove this, or add a block of "
-        "this name to the config.",
-    ),
-    "more ranks than devices": (
-        lambda: make_layout(ppo("workers.critic.ranks=3")),
-        "workers must fit the cluster: got 4 of actor and 3 of critic beside 2 GPUs of servers, and 1 x 8 GPUs. Lower "
-        "workers.<role>.ranks, or let a role share the workers of another.",
-    ),
-    "more devices of a node than there are": (
-        lambda: make_layout(ppo("workers.actor={ranks: 9, strategy: STRICT_PACK}", "cluster.n_nodes=2")),
-        "workers.actor must fit into one node with STRICT_PACK: got 9 ranks, and 8 GPUs per node. Use PACK, or lower "
-        "workers.actor.ranks.",
-    ),
-    "more nodes than there are": (
-        lambda: make_layout(ppo("workers.actor={ranks: 3, strategy: STRICT_SPREAD}", "cluster.n_nodes=2")),
-        "workers.actor must have a node for each rank with STRICT_SPREAD: got 3 ranks and 2 nodes. Use SPREAD, or "
-        "lower workers.actor.ranks.",
-    ),
-}
+]
 
 
-@pytest.mark.parametrize("case", MISTAKES)
-def test_mistakes(case: str) -> None:
-    make, sentence = MISTAKES[case]
+@pytest.mark.parametrize(("wishes", "subject", "got"), MISTAKES)
+def test_mistakes(wishes: list[str], subject: str, got: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        make()
-    assert str(caught.value) == sentence
+        make_layout(ppo(*wishes))
+    assert str(caught.value).startswith(f"{subject} must ") and f": got {got}. " in str(caught.value)
 
 
 def test_a_config_class_of_the_script_may_have_roles_that_the_launcher_does_not_know() -> None:
@@ -246,10 +219,8 @@ def test_launchers_without_ray_refuse(
     if launcher == "ray":
         assert (status, told.err) == (0, "")
         return
-    assert (status, told.err) == (
-        2,
-        f"ConfigError: workers must be started by the local or the Ray launcher: got arealite.launcher.{launcher}. Run "
-        "`ray start` on the nodes and use arealite.launcher.ray, or remove workers for a script of ranks.\n",
+    assert status == 2 and told.err.startswith(
+        "ConfigError: workers must be started by the local or the Ray launcher: got"
     )
 
 
