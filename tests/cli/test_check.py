@@ -15,7 +15,6 @@ import psutil
 import pytest
 import torch
 from huggingface_hub import constants
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 from testing_ports import held_port
 from testing_quickstart import CHAT_TEMPLATE, WORD_PROBLEMS, make_tiny_model
@@ -23,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.cli.check.findings import Finding, Findings
-from arealite.cli.check.memory import _plan, plan_memory
+from arealite.cli.check.memory import plan_memory
 from arealite.cli.check.model import context_of
 from arealite.cli.main import main
 from arealite.engine.hf_model import build_meta_model
@@ -534,18 +533,3 @@ def test_a_script_that_exits_where_it_is_imported_is_a_problem(capsys: pytest.Ca
     found = Findings(is_brief=True)
     assert found.look("reward", lambda _: sys.exit(0)) is None and found.summarize()
     assert "problem: reward: SystemExit: 0, at " in capsys.readouterr().err
-
-
-def test_a_finding_between_checks_is_one_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
-    found = Findings(is_brief=True)
-    found.add("problem", "the sky must be blue: got grey", "Wait.")
-    assert found.summarize()
-    (sentence,) = capsys.readouterr().err.splitlines()
-    assert sentence == "problem: run: the sky must be blue: got grey. Wait."
-
-
-@pytest.mark.parametrize(("num_bytes", "shown"), [(3 * 2**18, "MiB 0.750 1.500"), (3 * 2**29, "GiB 1.500 3.000")])
-def test_the_plan_of_a_small_model_is_in_mib(num_bytes: int, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
-    Console(width=100).print(_plan([], {"weights": num_bytes}, 2))
-    words = capsys.readouterr().out.split()
-    assert " ".join([words[0], *words[-2:]]) == shown

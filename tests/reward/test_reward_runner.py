@@ -4,16 +4,12 @@ import importlib
 import logging
 import math
 import os
-import pickle
 import re
 import select
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from pathlib import Path
 
@@ -22,7 +18,6 @@ import pytest
 from arealite.api.errors import RewardError
 from arealite.reward.runner import RewardRunner
 from arealite.utils.processes import is_alive, wait_gone
-from arealite.utils.worker_process import WorkerProcess, pickle_target
 
 
 def length(prompt: str, completions: str, **kwargs) -> float:
@@ -101,17 +96,6 @@ def starts_a_program_and_dies(completions: str, **kwargs) -> float:
     os._exit(7)
 
 
-def closes_files(completions: str, **kwargs) -> float:
-    """Leave a child that holds the socket and a thread that never ends, and close everything."""
-    program = os.fork()
-    if program == 0:
-        time.sleep(600)
-    Path(completions).write_text(str(program))
-    threading.Thread(target=time.sleep, args=(600,)).start()
-    os.closerange(0, 1000)
-    return 1.0
-
-
 def forks_and_returns_twice(completions: str, **kwargs) -> float:
     """Let a child, which inherits the socket, return from the same call."""
     if completions == "fork" and os.fork() == 0:
@@ -142,19 +126,6 @@ def returns(value, **kwargs):
 async def slow(completions: str, **kwargs) -> float:
     await asyncio.sleep(0.01 if completions == "quick" else 30)
     return 0.5
-
-
-class Undecided:
-    def __float__(self) -> float:
-        raise RuntimeError("no data")  # as a tensor of the meta device, or one that is complex
-
-
-def returns_what_is_undecided(**kwargs):
-    return Undecided()
-
-
-async def returns_later_what_is_undecided(**kwargs):
-    return Undecided()
 
 
 class Weighted:
@@ -218,12 +189,6 @@ async def test_what_is_no_finite_number_breaks_the_contract(runner_of, value: st
     assert error.kind == "contract" and "reward must be" in str(error)
 
 
-@pytest.mark.parametrize("reward_fn", [returns_what_is_undecided, returns_later_what_is_undecided])
-async def test_a_value_that_raises_when_it_is_read_ends_no_worker(runner_of, reward_fn) -> None:
-    error = await failure(runner_of(reward_fn))
-    assert error.kind == "exception" and "RuntimeError: no data" in str(error)
-
-
 async def test_booleans_are_numbers(runner_of) -> None:
     assert await runner_of(returns)(value="true") == 1.0
 
@@ -266,16 +231,6 @@ async def test_a_replacement_imports_before_it_is_needed(runner_of) -> None:
         replacement._ready_by = time.monotonic() - 1.0  # it may wait longer than a start may take
         assert await runner(completions="fine") == 1.0
         assert replacement.is_ready and runner._pool._all == {replacement}
-
-
-async def test_a_replacement_that_died_is_not_used(runner_of) -> None:
-    runner = runner_of(dies, num_workers=1)
-    assert await runner(completions="fine") == 1.0
-    assert (await failure(runner, completions="die")).kind == "crash"
-    (replacement,) = runner._pool._idle
-    replacement.process.kill()
-    replacement.process.wait()
-    assert await runner(completions="fine") == 1.0
 
 
 async def test_a_worker_that_leaks_is_replaced_between_calls_and_it_is_logged(runner_of, caplog, monkeypatch) -> None:
@@ -323,12 +278,6 @@ async def test_a_crash_is_seen_at_once_even_if_a_child_holds_the_socket(runner_o
     error = await failure(runner_of(starts_a_program_and_dies, timeout=120), completions=str(note))
     os.kill(int(note.read_text()), signal.SIGKILL)
     assert error.kind == "crash" and "exit status 7" in str(error)
-
-
-async def test_a_worker_that_can_not_answer_ends_at_once_whatever_threads_it_has(runner_of, tmp_path) -> None:
-    note = tmp_path / "pid"
-    error = await failure(runner_of(closes_files, timeout=120), completions=str(note))
-    assert error.kind == "crash" and not wait_gone([int(note.read_text())], 10)
 
 
 async def test_a_fork_that_returns_too_shifts_no_reward(runner_of) -> None:
@@ -559,23 +508,3 @@ def test_no_worker_survives_a_killed_parent_even_in_the_middle_of_a_call(tmp_pat
     process.communicate()
     assert select.select([worker], [], [], 120)[0]
     os.close(worker)
-
-
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_a_worker_says_nothing_of_a_parent_that_ends_with_its_reply_unread(capfd, is_whole: bool) -> None:
-    """Or in the middle of a call. A socket that is closed with something unread is reset, where others end."""
-    worker = WorkerProcess(pickle_target(length, "length", what="reward_fn"))
-    call = pickle.dumps(((), {"prompt": "", "completions": "abc"}))
-    if is_whole:
-        worker._connection.send_bytes(call)
-    else:
-        os.write(worker._connection.fileno(), struct.pack("!i", len(call)) + call[:20])
-    length_of_ready = 4 + len(pickle.dumps((None, None)))
-    with socket.socket(fileno=os.dup(worker._connection.fileno())) as replies:
-        deadline = time.monotonic() + 120
-        while len(replies.recv(1000, socket.MSG_PEEK)) < length_of_ready + is_whole:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-    worker._connection.close()
-    assert worker.process.wait(120) == 0
-    assert capfd.readouterr().err == ""

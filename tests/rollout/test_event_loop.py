@@ -319,18 +319,3 @@ def test_calls_in_threads_that_never_return_hold_up_nothing() -> None:
         assert trainer.receive() == "a call of our own runs"
         assert trainer.receive() == "the end"
         assert trainer.end() == 0, "it ends"
-
-
-@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_process_without_memory_ends_with_a_line(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """asyncio starts a thread to end its executor; a limit on memory refuses that."""
-
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    loop = EventLoopThread("test-loop", blocking_call_s=0.2, max_blocked_s=60)
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    loop.close(5)
-    assert "the rollout loop did not end in order: can't start new thread" in caplog.messages

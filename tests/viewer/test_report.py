@@ -12,7 +12,6 @@ from testing_rollouts import write_rows
 from arealite.api.errors import ConfigError
 from arealite.cli.main import main
 from arealite.viewer.charts import charts
-from arealite.viewer.describe import _duration
 from arealite.viewer.report import write_report
 from arealite.viewer.samples import before_after, examples, spread_steps
 
@@ -108,11 +107,6 @@ def test_headline_numbers(tmp_path: Path) -> None:
         "Held-out accuracy": "25.0% → 75.0%", "Reward": "0 → 0.3", "Steps": "4", "Wall time": "15.0 s",
         "Trained tokens": "400", "Largest staleness": "1",
     }  # fmt: skip
-
-
-@pytest.mark.parametrize(("seconds", "words"), [(59.94, "59.9 s"), (59.95, "1 min 0 s"), (3599.5, "1 h 0 min")])
-def test_durations_are_rounded_before_their_unit_is_chosen(seconds: float, words: str) -> None:
-    assert _duration(seconds) == words
 
 
 def test_before_and_after_pairs_by_prompt(tmp_path: Path) -> None:
