@@ -95,5 +95,5 @@ def test_a_check_tells_the_program_in_one_line(model):
 def test_refused_flags_end_in_one_line_before_a_model_is_loaded(model, flags, told):
     done = run("--model", str(model), *flags)
     assert done.returncode == 2, done.stderr
-    last = done.stderr.splitlines()[-2]
+    last = done.stderr.splitlines()[-1]
     assert re.match(f"arealite\\.api\\.errors\\.ConfigError: .*{told}", last), last
