@@ -20,7 +20,7 @@ from arealite.agent.called import Called
 from arealite.api.errors import AgentError, ConfigError
 from arealite.api.source_lines import SourceLine, users_line
 from arealite.rollout.event_loop import EventLoopThread
-from arealite.utils.environment import SECRET_VARIABLE
+from arealite.utils.environment import environment_without_secret
 from arealite.utils.processes import describe_exit, exit_status, kill_group, wait_gone
 from arealite.utils.threads import in_thread
 from arealite.utils.worker_process import CallError, WorkerCrashError, WorkerPool, pickle_target
@@ -177,7 +177,7 @@ class CommandAgent(Agent):
         self._slots = asyncio.Semaphore(num_processes)
 
     async def run(self, data: dict[str, Any], endpoint: Endpoint) -> Any:
-        env = {name: value for name, value in os.environ.items() if name != SECRET_VARIABLE} | endpoint.environment()
+        env = environment_without_secret() | endpoint.environment()
         async with self._slots:
             start = asyncio.create_subprocess_exec(
                 *self._command, env=env, process_group=0, stdin=PIPE, stdout=PIPE, stderr=PIPE

@@ -27,6 +27,7 @@ from arealite.trainer.sinks import open_sinks
 from arealite.trainer.step_line import StepLine
 from arealite.utils import heartbeat, trace
 from arealite.utils.distributed import global_rank
+from arealite.utils.environment import environment_without_secret
 from arealite.utils.files import read_jsonl, write_atomically, writing
 from arealite.utils.stats import Reduction, StatsTracker
 from arealite.utils.stop import RunStopped
@@ -176,7 +177,9 @@ def _write_report(run: RunFolder) -> Path:
     """
     command = [sys.executable, "-m", "arealite.cli.main", "report", str(run.path)]
     try:
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=_REPORT_TIMEOUT_S)
+        subprocess.run(
+            command, check=True, stdout=subprocess.DEVNULL, timeout=_REPORT_TIMEOUT_S, env=environment_without_secret()
+        )
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         logger.error("report.html was not written: %s. Write it by: arealite report %s", error, run.path)
         return run.path

@@ -37,7 +37,7 @@ import dill
 import psutil
 
 from arealite.utils import heartbeat
-from arealite.utils.environment import SECRET_VARIABLE
+from arealite.utils.environment import environment_without_secret
 from arealite.utils.processes import describe_exit, die_with_parent, exit_status, kill_group
 from arealite.utils.threads import DaemonThreads, in_thread
 
@@ -129,7 +129,7 @@ class WorkerProcess:
                 [sys.executable, "-P", "-c", _BOOTSTRAP, *arguments],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={key: value for key, value in os.environ.items() if key != SECRET_VARIABLE},
+                env=environment_without_secret(),
                 process_group=0,  # by which `kill` finds children whose worker has ended
             )
             self.process = _STARTER.submit(start).result(STARTUP_TIMEOUT_S)
