@@ -138,4 +138,4 @@ def test_the_secret_of_a_run_never_leaves_it(tmp_path: Path, monkeypatch: pytest
     assert leaks == [run / ".secret"]
     others = {command for command, knows in seen.items() if knows and not any(name in command for name in KNOWS)}
     assert others == set() and any(knows for knows in seen.values())
-    assert any("arealite.reward" in command and not knows for command, knows in seen.items())
+    assert any("arealite.utils.worker_process" in command and not knows for command, knows in seen.items())
