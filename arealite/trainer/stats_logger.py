@@ -27,8 +27,8 @@ from arealite.trainer.sinks import open_sinks
 from arealite.trainer.step_line import StepLine
 from arealite.utils import heartbeat, trace
 from arealite.utils.distributed import global_rank
-from arealite.utils.environment import environment_without_secret
 from arealite.utils.files import read_jsonl, write_atomically, writing
+from arealite.utils.secret import environment_without_secret
 from arealite.utils.stats import Reduction, StatsTracker
 from arealite.utils.stop import RunStopped
 
@@ -119,10 +119,9 @@ class _Writer:
         resolved: dict[str, Any] = {}
         self._bound: int | None = None
         if experiment is not None:
-            text = to_yaml(experiment)
+            resolved = masked(text := to_yaml(experiment))
             write_config(run, text, start_step=start_step)
-            resolved = masked(text)
-            self._bound = experiment.rollout.max_head_offpolicyness if experiment.rollout is not None else None
+            self._bound = experiment.rollout.max_head_offpolicyness if experiment.rollout else None
         self._sinks = open_sinks(config, folder=run.path, resolved=resolved, start_step=start_step)
         self._rows = run.metrics.open("a", encoding="utf-8")
         self._null_keys: set[str] = set()
@@ -145,7 +144,7 @@ class _Writer:
         if new_nulls:  # once per metric: a diverged run must not flood its log
             logger.warning("step %d: %s not finite: stored as null", step, ", ".join(sorted(new_nulls)))
             self._null_keys |= new_nulls
-        row = {"step": step} | {key: finite.get(key) for key in metrics}
+        row = {"step": step} | dict.fromkeys(metrics) | finite
         with writing(self._rows.name):
             self._rows.write(json.dumps(row, allow_nan=False) + "\n")
             self._rows.flush()
@@ -175,11 +174,9 @@ def _write_report(run: RunFolder) -> Path:
 
     No rank loads the viewer, and a finished run does not fail because of its report.
     """
-    command = [sys.executable, "-m", "arealite.cli.main", "report", str(run.path)]
+    command, env = [sys.executable, "-m", "arealite.cli.main", "report", str(run.path)], environment_without_secret()
     try:
-        subprocess.run(
-            command, check=True, stdout=subprocess.DEVNULL, timeout=_REPORT_TIMEOUT_S, env=environment_without_secret()
-        )
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=_REPORT_TIMEOUT_S, env=env)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         logger.error("report.html was not written: %s. Write it by: arealite report %s", error, run.path)
         return run.path

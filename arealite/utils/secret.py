@@ -46,15 +46,18 @@ def ensure_secret(run_folder: Path) -> str:
 def check_length(what: str | Path, secret: str, advice: str) -> None:
     """Refuse what can be guessed, and what no HTTP header can hold. Raises ValueError."""
     if not _MIN_LENGTH <= len(secret) <= _MAX_LENGTH or not (secret.isascii() and secret.isprintable()):
-        bounds = (
-            f"{_MIN_LENGTH} characters or more" if len(secret) < _MAX_LENGTH else f"at most {_MAX_LENGTH} characters"
-        )
+        bounds = f"{_MIN_LENGTH} to {_MAX_LENGTH} characters"
         raise ValueError(f"{what} must be {bounds}, of printable ASCII: got {len(secret)}. {advice}")
 
 
 def secret_of_environment() -> str | None:
     """Return the secret that is set, without the line end that files of secrets have: no header can hold it."""
     return os.environ.get(SECRET_VARIABLE, "").strip() or None
+
+
+def environment_without_secret() -> dict[str, str]:
+    """Return this process's environment for a child that needs no access to servers."""
+    return {name: value for name, value in os.environ.items() if name != SECRET_VARIABLE}
 
 
 def authorization(secret: str | None) -> dict[str, str]:

@@ -46,10 +46,10 @@ def test_a_secret_from_outside_wins_and_is_kept(tmp_path: Path, monkeypatch: pyt
         ("x" * 16, 0o640, os.geteuid(), "readable by its owner alone: got mode 0640"),
         ("x" * 16, 0o606, os.geteuid(), "readable by its owner alone: got mode 0606"),
         ("x" * 16, 0o600, os.geteuid() + 1, f"yours: got one of user {os.geteuid()}"),
-        ("x" * 15, 0o600, os.geteuid(), "16 characters or more, of printable ASCII: got 15"),
-        ("\xe9" * 16, 0o600, os.geteuid(), "16 characters or more, of printable ASCII: got 16"),
-        ("x" * 16 + "\n" + "x" * 16, 0o600, os.geteuid(), "16 characters or more, of printable ASCII: got 33"),
-        ("", 0o600, os.geteuid(), "16 characters or more, of printable ASCII: got 0"),
+        ("x" * 15, 0o600, os.geteuid(), "16 to 1024 characters, of printable ASCII: got 15"),
+        ("\xe9" * 16, 0o600, os.geteuid(), "16 to 1024 characters, of printable ASCII: got 16"),
+        ("x" * 16 + "\n" + "x" * 16, 0o600, os.geteuid(), "16 to 1024 characters, of printable ASCII: got 33"),
+        ("", 0o600, os.geteuid(), "16 to 1024 characters, of printable ASCII: got 0"),
     ],
 )
 def test_a_secret_that_others_may_know_is_refused(
@@ -68,7 +68,7 @@ def test_a_secret_that_others_may_know_is_refused(
     monkeypatch.setenv(SECRET_VARIABLE, "another secret that is mine")
     assert ensure_secret(tmp_path) == "another secret that is mine" == path.read_text().strip()
     monkeypatch.setenv(SECRET_VARIABLE, "short")
-    with pytest.raises(ValueError, match=f"{SECRET_VARIABLE} must be 16 characters or more, of printable ASCII: got 5"):
+    with pytest.raises(ValueError, match=f"{SECRET_VARIABLE} must be 16 to 1024 characters, of printable ASCII: got 5"):
         ensure_secret(tmp_path)
 
 
