@@ -20,7 +20,7 @@ from testing_trace import assert_nested, read_spans, waits_of
 from transformers import AutoModelForSequenceClassification
 
 from arealite.rollout.account.rollout_file import read_update
-from arealite.trainer.bounds import bounds
+from arealite.trainer.step_line import bounds
 from arealite.weights.log import read_weights
 
 REPOSITORY = Path(__file__).parents[1]

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from arealite.algorithms.advantages import Reduce
-from arealite.algorithms.kl import kl_estimates
-from arealite.algorithms.ratios import MAX_LOG_RATIO, check_choice, masked_log_ratio
+from arealite.algorithms.ratios import MAX_LOG_RATIO, check_choice, kl_estimates, masked_log_ratio
 
 MAX_TOKEN_WEIGHT = 2.0
 """Bound of token weights at level geometric, whose configured bounds apply to completions; the bound of TIS."""

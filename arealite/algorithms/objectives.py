@@ -1,13 +1,17 @@
-"""Policy-gradient objectives: one loss per token.
+"""Policy-gradient objectives: one loss per token, and the weight of each token in the loss of an optimizer step.
 
 Each is `f(logprobs [N], batch, settings) -> (token losses [N], statistics)` over `[N]` tensors of a packed micro-batch:
 `proximal_logprobs`, `rollout_logprobs`, `advantages`, `loss_mask`, `segment_ids` (row of a token). The actor averages
 over tokens and multiplies by the off-policy correction, because both depend on the whole batch. Invariants: the loss of
 a token depends only on tokens of its row; masked tokens have loss and gradient 0, whatever their values; where all
 ratios are 1, the gradient of a completion is -advantage. Statistics are `[N]` and carry no gradient.
+
+Weights come from counts over the whole batch on all ranks, before it is split into micro-batches. The loss is then a
+plain sum of weight times token loss, which no split can change. Completions and groups without trained tokens are not
+counted.
 """
 
-# N packed tokens, S completions of the micro-batch
+# N packed tokens, S completions of the micro-batch, B completions of the batch, T padded tokens, G groups
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,8 +19,8 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from arealite.algorithms.kl import k3
-from arealite.algorithms.ratios import check_choice, completion_means_of_tokens, masked_log_ratio
+from arealite.algorithms.advantages import Reduce
+from arealite.algorithms.ratios import check_choice, completion_means_of_tokens, k3, masked_log_ratio
 
 Batch = Mapping[str, torch.Tensor]
 TokenLosses = tuple[torch.Tensor, dict[str, torch.Tensor]]
@@ -156,3 +160,60 @@ def _clip_statistics(is_clipped_N: torch.Tensor, advantages_N: torch.Tensor) -> 
         "clip_ratio_high": is_clipped_N & (advantages_N > 0),
         "clip_ratio_low": is_clipped_N & (advantages_N < 0),
     }
+
+
+def token_weights(
+    loss_mask: torch.Tensor,
+    groups: torch.Tensor,
+    num_groups: int,
+    *,
+    aggregation: str = "token_mean",
+    loss_constant: float | None = None,
+    reduce: Reduce = torch.clone,
+) -> torch.Tensor:
+    """Return the weight `[B, T]` of each token, 0 outside of `loss_mask [B, T]`, for rows of `groups [B]`.
+
+    token_mean: 1 / tokens. sequence_mean: 1 / (completions * tokens of the completion). prompt_mean: 1 / (groups *
+    tokens of the group). constant: 1 / (completions * loss_constant), Dr. GRPO, arXiv:2503.20783.
+    """
+    check_choice("aggregation", aggregation, ("token_mean", "sequence_mean", "prompt_mean", "constant"))
+    if aggregation == "constant" and not (loss_constant or 0) > 0:
+        raise ValueError(
+            f"loss_constant must be positive with aggregation constant: got {loss_constant}. "
+            "Set it to max_new_tokens (Dr. GRPO), or to 1 for the sum over a completion."
+        )
+    mask_BT = loss_mask.bool()
+    lengths_B = mask_BT.sum(dim=1).double()
+    counts_2G = torch.zeros(2, num_groups, dtype=torch.float64, device=mask_BT.device)
+    counts_2G[0].index_add_(0, groups, lengths_B)
+    counts_2G[1].index_add_(0, groups, (lengths_B > 0).double())
+    tokens_G, completions_G = reduce(counts_2G)
+    if aggregation == "token_mean":
+        divisor_B = tokens_G.sum().expand_as(lengths_B)
+    elif aggregation == "sequence_mean":
+        divisor_B = completions_G.sum() * lengths_B
+    elif aggregation == "prompt_mean":
+        divisor_B = (tokens_G > 0).sum() * tokens_G[groups]
+    else:
+        divisor_B = (completions_G.sum() * float(loss_constant or 0)).expand_as(lengths_B)
+    return torch.where(mask_BT, 1.0 / divisor_B[:, None], 0.0).float()
+
+
+def critic_loss(
+    values: torch.Tensor, batch: Mapping[str, torch.Tensor], *, eps_clip: float | None = None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return max((v - R)^2, (clip(v, old +- eps_clip) - R)^2) / 2 per token, for `values [N]`, and statistics.
+
+    `batch` has `values` (the old ones), `returns` and `loss_mask`, `[N]`. Without `eps_clip`: (v - R)^2 / 2.
+    """
+    mask_N = batch["loss_mask"].bool()
+    values_N = torch.where(mask_N, values, 0.0)
+    returns_N = torch.where(mask_N, batch["returns"], 0.0)
+    errors_N = (values_N - returns_N).square()
+    is_clipped_N = torch.zeros_like(mask_N)
+    if eps_clip is not None:
+        old_N = torch.where(mask_N, batch["values"], 0.0)
+        clipped_errors_N = (values_N.clamp(old_N - eps_clip, old_N + eps_clip) - returns_N).square()
+        is_clipped_N = clipped_errors_N > errors_N
+        errors_N = torch.maximum(errors_N, clipped_errors_N)
+    return 0.5 * errors_N, {"value": values_N.detach(), "clip_ratio": is_clipped_N}

@@ -21,8 +21,7 @@ from arealite.api.run_folder import RunFolder
 from arealite.cli import own_trainer
 from arealite.launcher import local
 from arealite.rollout.account.rollout_file import batch_files, read_rows
-from arealite.trainer.checkpoint import checkpoints, find_damage
-from arealite.trainer.records import config_of_step
+from arealite.trainer.checkpoint import checkpoints, config_of_step, find_damage
 from arealite.utils.files import reading, require_object
 from arealite.weights.log import read_weights, threads_of
 

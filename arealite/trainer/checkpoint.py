@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from arealite.api.errors import CheckpointError
-from arealite.api.run_folder import numbered
+from arealite.api.run_folder import RunFolder, numbered
 from arealite.utils.files import FileEntry, file_entry, publish_folder, sync
 
 T = TypeVar("T")
@@ -55,6 +55,15 @@ def find_damage(folder: Path) -> str | None:
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """Return the published checkpoints with their steps, newest first; none without a folder."""
     return list(reversed(numbered(folder, "step_").items()))
+
+
+def config_of_step(run: RunFolder, step: int) -> Path:
+    """Return the config file of a step: `config.yaml`, or the file of an earlier process.
+
+    `config_until_<S>.yaml` is the config of the steps before S, if the run resumed at S with another config.
+    """
+    earlier = numbered(run.path, "config_until_", ".yaml")
+    return next((path for end, path in earlier.items() if end > step), run.config)
 
 
 def prune(folder: Path, *, keep_last: int, scores: Mapping[int, float]) -> None:

@@ -5,6 +5,7 @@ version of an evaluation. A number that is not finite is stored as null.
 """
 
 import atexit
+import importlib
 import json
 import logging
 import math
@@ -12,22 +13,23 @@ import os
 import shutil
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Self
 
 from arealite.api.cli_args import BaseExperimentConfig, StatsLoggerConfig, masked, to_yaml
+from arealite.api.errors import ConfigError
 from arealite.api.io_struct import FinetuneSpec
-from arealite.api.run_folder import RunFolder
+from arealite.api.run_folder import RunFolder, numbered
 from arealite.api.run_metrics import OTHER_REWARDS, has_other_rewards, named, summarize
-from arealite.trainer.bounds import bounds
-from arealite.trainer.records import undo_from, write_config
-from arealite.trainer.sinks import open_sinks
-from arealite.trainer.step_line import StepLine
+from arealite.trainer.checkpoint import config_of_step
+from arealite.trainer.step_line import StepLine, bounds
 from arealite.utils import heartbeat, trace
 from arealite.utils.distributed import global_rank
-from arealite.utils.files import read_jsonl, write_atomically, writing
+from arealite.utils.files import keep_rows, read_jsonl, reading, write_atomically, writing
 from arealite.utils.secret import environment_without_secret
 from arealite.utils.stats import Reduction, StatsTracker
 from arealite.utils.stop import RunStopped
@@ -181,3 +183,114 @@ def _write_report(run: RunFolder) -> Path:
         logger.error("report.html was not written: %s. Write it by: arealite report %s", error, run.path)
         return run.path
     return run.report
+
+
+SERVICES = ("wandb", "swanlab", "trackio")  # packages with `init` (gets the config block), `log` and `finish`
+
+
+class TensorBoardSink:
+    """Writes event files."""
+
+    def __init__(self, path: str, *, start_step: int) -> None:
+        _import("tensorboard", key="stats_logger.tensorboard.path")
+        summary_writer = _import("torch.utils.tensorboard", key="stats_logger.tensorboard.path").SummaryWriter
+        self._writer = summary_writer(path, purge_step=start_step or None)
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        for key, value in metrics.items():
+            self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class ServiceSink:
+    """A run at a service whose package has the interface of wandb."""
+
+    def __init__(self, service: str, options: dict[str, Any]) -> None:
+        self._service = _import(service, key=f"stats_logger.{service}.mode")
+        self._service.init(**options)
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        self._service.log(metrics, step=step)
+
+    def close(self) -> None:
+        self._service.finish()
+
+
+Sink = TensorBoardSink | ServiceSink  # gets the finite numbers of every step
+
+
+def open_sinks(config: StatsLoggerConfig, *, folder: Path, resolved: dict[str, Any], start_step: int = 0) -> list[Sink]:
+    """Start the configured services; `resolved` is the run's config, which they store.
+
+    A run that resumes from `start_step` resumes at the services too, except SwanLab, which gets a second run.
+    """
+    names = {"project": config.experiment_name, "name": config.trial_name}
+    sinks: list[Sink] = []
+    if config.tensorboard.path is not None:
+        sinks.append(TensorBoardSink(config.tensorboard.path, start_step=start_step))
+    for service in SERVICES:
+        block = {key: value for key, value in getattr(config, service).items() if value is not None}
+        if block.get("mode", "disabled") != "disabled":
+            options = names | block | {"config": resolved | block.get("config", {})}
+            sinks.append(ServiceSink(service, _adapted(service, options, folder=folder, start_step=start_step)))
+    return sinks
+
+
+def check_packages(config: StatsLoggerConfig) -> None:
+    """Raise ConfigError if a configured service can't be imported."""
+    if config.tensorboard.path is not None:
+        _import("tensorboard", key="stats_logger.tensorboard.path")
+    for service in SERVICES:
+        if getattr(config, service).get("mode", "disabled") != "disabled":
+            _import(service, key=f"stats_logger.{service}.mode")
+
+
+def _adapted(service: str, options: dict[str, Any], *, folder: Path, start_step: int) -> dict[str, Any]:
+    """Return the arguments of a service's `init`; the user's options take precedence."""
+    if service == "swanlab":
+        return {"experiment_name": options.pop("name")} | options
+    if service == "trackio":
+        del options["mode"]  # trackio.init has none
+    else:
+        id_file = folder / ".wandb_id"
+        if start_step == 0 or not id_file.exists():
+            id_file.write_text(uuid.uuid4().hex[:16], encoding="utf-8")
+        options = {"dir": str(folder), "id": id_file.read_text(encoding="utf-8")} | options
+    return ({"resume": "allow"} if start_step > 0 else {}) | options
+
+
+def _import(module: str, *, key: str) -> ModuleType:
+    package = key.split(".")[1]
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"{key} must name a service whose package is installed: importing {module} failed ({error}). "
+            f"Run `pip install 'arealite[{package}]'` or remove the key."
+        ) from error
+
+
+def write_config(run: RunFolder, text: str, *, start_step: int) -> None:
+    """Write the config of the steps from `start_step` on, and keep a different config of earlier steps."""
+    earlier = config_of_step(run, start_step - 1)
+    with reading(earlier):
+        before = earlier.read_text(encoding="utf-8") if start_step > 0 and earlier.exists() else text
+    for end, path in numbered(run.path, "config_until_", ".yaml").items():
+        if end >= start_step:
+            path.unlink()
+    if before != text:
+        write_atomically(run.path / f"config_until_{start_step}.yaml", before, mode=0o600)
+    write_atomically(run.config, text, mode=0o600)
+
+
+def undo_from(run: RunFolder, step: int) -> None:
+    """Drop metrics and summaries from step `step` on, because these steps are repeated.
+
+    The rollout engine drops rollouts, `recover` checkpoints.
+    """
+    keep_rows(run.metrics, "step", before=step)
+    for path in (run.summary, run.report):
+        path.unlink(missing_ok=True)

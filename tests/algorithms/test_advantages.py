@@ -10,12 +10,14 @@ from two_ranks import Reduce, on_two_ranks
 from arealite.algorithms import properties
 from arealite.algorithms.advantages import (
     Samples,
+    adaptive_lambda,
     advantages_of,
+    gae,
     overlong_penalty,
     reward_advantages,
+    token_rewards,
     whiten,
 )
-from arealite.algorithms.value import adaptive_lambda, gae, token_rewards
 from arealite.api.cli_args import PPOActorConfig, resolve_choices
 
 

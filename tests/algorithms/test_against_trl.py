@@ -13,9 +13,9 @@ import torch
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from arealite.algorithms import objectives
-from arealite.algorithms.aggregation import token_weights
 from arealite.algorithms.corrections import correction_factors, drifted_completions
-from arealite.algorithms.kl import kl_losses
+from arealite.algorithms.objectives import token_weights
+from arealite.algorithms.ratios import kl_losses
 
 B, T, MAX_LENGTH = 6, 8, 20
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from two_ranks import Reduce, on_two_ranks
 
-from arealite.algorithms.aggregation import token_weights
+from arealite.algorithms.objectives import token_weights
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "prompt_mean", "constant")
 LENGTHS, GROUPS = (1, 3, 2, 4), torch.tensor([0, 0, 1, 1])

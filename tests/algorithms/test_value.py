@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from arealite.algorithms.value import critic_loss
+from arealite.algorithms.objectives import critic_loss
 
 
 def four_tokens() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

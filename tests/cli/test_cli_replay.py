@@ -9,7 +9,7 @@ from testing_rollouts import write_rows
 
 from arealite.api.run_folder import RunFolder
 from arealite.cli.main import main
-from arealite.trainer.records import write_config
+from arealite.trainer.stats_logger import write_config
 
 COMMAND = json.dumps({"entry": __file__, "argv": []})
 CONFIG = "{experiment_name: e, trial_name: t, lr: 1}"

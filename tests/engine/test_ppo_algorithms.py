@@ -11,9 +11,8 @@ from tensordict import TensorDict
 from training_cases import OPTIMIZER, actor_config, of_update, trajectory_batch, write_model
 from transformers import AutoModelForCausalLM
 
-from arealite.algorithms.aggregation import token_weights
 from arealite.algorithms.logprobs import trained_tokens
-from arealite.algorithms.objectives import token_losses
+from arealite.algorithms.objectives import token_losses, token_weights
 from arealite.api.cli_args import CorrectionConfig, MicroBatchSpec, OptimizerConfig
 from arealite.api.config.algorithm import PRESETS, resolve_choices
 from arealite.api.errors import ConfigError

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from training_cases import OPTIMIZER, actor_config, critic_config, train_config, trajectory_batch, write_model
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from arealite.algorithms.value import gae, token_rewards
+from arealite.algorithms.advantages import gae, token_rewards
 from arealite.api.cli_args import MicroBatchSpec, OptimizerConfig
 from arealite.api.io_struct import FinetuneSpec
 from arealite.engine.fsdp_engine import FSDPEngine

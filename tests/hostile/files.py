@@ -34,7 +34,7 @@ from arealite.dataset import get_custom_dataset
 from arealite.dataset.loader import PromptLoader
 from arealite.rollout.account.ledger_file import LedgerFile
 from arealite.rollout.account.store import Replay
-from arealite.trainer.records import undo_from
+from arealite.trainer.stats_logger import undo_from
 from arealite.utils.registry import RegistryError
 from arealite.utils.secret import ensure_secret
 from arealite.weights.log import record_weights

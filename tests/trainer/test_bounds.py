@@ -20,9 +20,8 @@ from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConf
 from arealite.api.io_struct import FinetuneSpec
 from arealite.dataset.loader import PromptLoader
 from arealite.inference.remote_engine import RemoteInferenceEngine
-from arealite.trainer.bounds import bounds, verdict
 from arealite.trainer.stats_logger import StatsLogger
-from arealite.trainer.step_line import StepLine
+from arealite.trainer.step_line import StepLine, bounds, verdict
 from arealite.workflow.rlvr import RLVRWorkflow
 
 ROW = {"time/step_s": 10.0, "time/rollout_s": 2.0, "time/logprobs_s": 1.0, "time/update_s": 5.0, "time/weights_s": 1.0}

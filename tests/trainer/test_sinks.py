@@ -9,7 +9,7 @@ import pytest
 
 from arealite.api.cli_args import StatsLoggerConfig, TensorBoardConfig
 from arealite.api.errors import ConfigError
-from arealite.trainer.sinks import open_sinks
+from arealite.trainer.stats_logger import open_sinks
 
 
 def config_of(folder: Path, **services: object) -> StatsLoggerConfig:
@@ -19,7 +19,7 @@ def config_of(folder: Path, **services: object) -> StatsLoggerConfig:
 def test_nothing_is_imported_unless_asked_for(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from arealite.api.cli_args import StatsLoggerConfig\n"
-        "from arealite.trainer.sinks import open_sinks\n"
+        "from arealite.trainer.stats_logger import open_sinks\n"
         "assert open_sinks(StatsLoggerConfig(), folder=Path('.'), resolved={}) == []\n"
         "print(sorted({'wandb', 'swanlab', 'tensorboard', 'trackio'} & set(sys.modules)))"
     )
@@ -144,7 +144,7 @@ def test_trackio_keeps_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     program = (
         "import sys; from pathlib import Path\n"
         "from arealite.api.cli_args import StatsLoggerConfig\n"
-        "from arealite.trainer.sinks import open_sinks\n"
+        "from arealite.trainer.stats_logger import open_sinks\n"
         "config = StatsLoggerConfig(experiment_name='exp', trial_name='t0', trackio=dict(mode='online'))\n"
         "(sink,) = open_sinks(config, folder=Path('.'), resolved={'seed': 3})\n"
         "sink.write(0, {'reward/mean': 0.5}); sink.close()"

@@ -14,8 +14,11 @@ from testing_trace import read_spans
 
 from arealite.api.cli_args import ClusterSpecConfig, GRPOConfig, SFTConfig, StatsLoggerConfig, load_expr_config
 from arealite.api.io_struct import FinetuneSpec
-from arealite.trainer.stats_logger import StatsLogger
+from arealite.api.run_folder import RunFolder
+from arealite.trainer.checkpoint import config_of_step
+from arealite.trainer.stats_logger import StatsLogger, write_config
 from arealite.utils import trace
+from arealite.utils.files import FileError
 
 FT_SPEC = FinetuneSpec(total_train_epochs=1, dataset_size=40, train_batch_size=4)
 
@@ -268,3 +271,31 @@ def test_no_rank_loads_the_viewer() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
     ).stdout
     assert loaded.strip() == "[]"
+
+
+def configs(folder: Path, steps: int) -> str:
+    return "".join(config_of_step(RunFolder(folder), step).read_text() for step in range(steps))
+
+
+def test_every_step_has_the_config_it_was_trained_under(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    write_config(run, "a", start_step=0)
+    write_config(run, "a", start_step=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"], "nothing has changed"
+    write_config(run, "b", start_step=3)
+    assert configs(tmp_path, 6) == "aaabbb"
+    write_config(run, "c", start_step=5)
+    assert configs(tmp_path, 7) == "aaabbcc"
+    write_config(run, "d", start_step=4)
+    assert configs(tmp_path, 7) == "aaabddd", "step 4 is done again"
+    write_config(run, "d", start_step=2)
+    assert configs(tmp_path, 7) == "aaddddd", "the run went back behind the first change"
+    write_config(run, "e", start_step=0)
+    assert configs(tmp_path, 3) == "eee" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_config_that_can_not_be_read_is_named(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.config.write_bytes(b"trial_name: caf\xe9\n")
+    with pytest.raises(FileError, match=r"config\.yaml must be as its writer left it"):
+        write_config(run, "a", start_step=1)

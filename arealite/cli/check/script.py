@@ -21,7 +21,7 @@ from arealite.cli.check.findings import Findings
 from arealite.cli.own_trainer import load_trainer
 from arealite.reward.functions import check_signature, load_rewards
 from arealite.reward.runner import checked
-from arealite.trainer.sinks import check_packages
+from arealite.trainer.stats_logger import check_packages
 from arealite.workflow.rlvr import reward_columns
 
 _CALL_S = 10.0  # for one call of a reward function

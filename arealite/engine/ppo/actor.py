@@ -17,12 +17,10 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from arealite.algorithms.advantages import AdvantageFn, advantages_of, reward_spread
-from arealite.algorithms.aggregation import token_weights
 from arealite.algorithms.corrections import corrections_of
-from arealite.algorithms.kl import k3, kl_estimates, kl_losses
 from arealite.algorithms.logprobs import LazyLogits, kept_sets, packed_logprobs, packed_logprobs_entropy, trained_tokens
-from arealite.algorithms.objectives import TokenLossFn, token_losses
-from arealite.algorithms.ratios import masked_log_ratio
+from arealite.algorithms.objectives import TokenLossFn, token_losses, token_weights
+from arealite.algorithms.ratios import k3, kl_estimates, kl_losses, masked_log_ratio
 from arealite.api.cli_args import AnyActorConfig, PPOActorConfig, resolve_choices
 from arealite.api.errors import ConfigError
 from arealite.api.workflow_api import runs_of

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from arealite.algorithms.advantages import spread
 from arealite.algorithms.logprobs import align_with_tokens, count_loss_tokens
-from arealite.algorithms.value import critic_loss
+from arealite.algorithms.objectives import critic_loss
 from arealite.api.cli_args import PPOCriticConfig
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.batch import groups_of, require_key

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from arealite.algorithms.kl import k3
 from arealite.algorithms.logprobs import trained_tokens
-from arealite.algorithms.ratios import masked_log_ratio
+from arealite.algorithms.ratios import k3, masked_log_ratio
 from arealite.api.workflow_api import Runs, own_metrics, runs_of
 from arealite.utils.distributed import all_reduce_numbers, of_all_ranks
 from arealite.utils.stats import Reduction, reduction_of
