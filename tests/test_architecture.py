@@ -50,13 +50,13 @@ MAY_IMPORT = {
 ROOM_CEILINGS = {
     "__init__.py": 93,
     "agent": 1902,
-    "algorithms": 926,
+    "algorithms": 915,
     "api": 2926,
     "chat": 497,
-    "cli": 2321,
+    "cli": 2320,
     "core": 2295,
     "dataset": 893,
-    "engine": 2122,
+    "engine": 2119,
     "generation": 1018,
     "inference": 2321,
     "launcher": 2817,
@@ -64,7 +64,7 @@ ROOM_CEILINGS = {
     "reward": 621,
     "rollout": 2320,
     "server": 651,
-    "trainer": 898,
+    "trainer": 887,
     "utils": 2284,
     "viewer": 1195,
     "watchdog": 227,
@@ -73,9 +73,9 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 29299,
-    "files of a GRPO run": 172,
-    "code of a GRPO run": 18207,
+    "code of the package": 29273,
+    "files of a GRPO run": 166,
+    "code of a GRPO run": 18182,
     "import depth": 23,
     "keys of a GRPO config": 357,
     "lines of pages": 5825,
