@@ -78,8 +78,8 @@ CEILINGS = {
     "code of a GRPO run": 18182,
     "import depth": 23,
     "keys of a GRPO config": 357,
-    "lines of pages": 5825,
-    "lines of README.md": 130,
+    "lines of pages": 5806,
+    "lines of README.md": 129,
 }
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 600
 LONG_FUNCTIONS = {"cli/main.py:_run"}
