@@ -76,7 +76,7 @@ CEILINGS = {
     "code of the package": 29273,
     "files of a GRPO run": 166,
     "code of a GRPO run": 18182,
-    "import depth": 23,
+    "import depth": 19,
     "keys of a GRPO config": 357,
     "lines of pages": 5806,
     "lines of README.md": 129,

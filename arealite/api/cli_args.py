@@ -18,7 +18,9 @@ from arealite.api.config.experiment import RWEngineConfig as RWEngineConfig
 from arealite.api.config.experiment import SFTConfig as SFTConfig
 from arealite.api.config.launcher import ClusterSpecConfig as ClusterSpecConfig
 from arealite.api.config.launcher import LauncherConfig as LauncherConfig
+from arealite.api.config.launcher import RoleConfig as RoleConfig
 from arealite.api.config.launcher import SlurmLauncherConfig as SlurmLauncherConfig
+from arealite.api.config.launcher import WorkersConfig as WorkersConfig
 from arealite.api.config.loader import load_expr_config as load_expr_config
 from arealite.api.config.loader import masked as masked
 from arealite.api.config.loader import to_yaml as to_yaml
@@ -40,5 +42,3 @@ from arealite.api.config.rollout import LiteConfig as LiteConfig
 from arealite.api.config.rollout import OnlineConfig as OnlineConfig
 from arealite.api.config.rollout import WeightCheckConfig as WeightCheckConfig
 from arealite.api.config.schema import config_help as config_help
-from arealite.api.config.workers import RoleConfig as RoleConfig
-from arealite.api.config.workers import WorkersConfig as WorkersConfig

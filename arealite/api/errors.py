@@ -109,6 +109,12 @@ class LedgerError(AReaLiteError, RuntimeError):
     """The ledger of a run can't be written or read, or does not reach as far as asked."""
 
 
+def require(holds: bool, sentence: str) -> None:
+    """Raise ConfigError with `sentence` unless the condition holds."""
+    if not holds:
+        raise ConfigError(sentence)
+
+
 def require_linux() -> None:
     """Raise ConfigError elsewhere: processes, signals and networks are handled as only Linux can."""
     if sys.platform != "linux":

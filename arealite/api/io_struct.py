@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from arealite.api.alloc_mode import AllocationMode
-from arealite.api.cli_args import GenerationHyperparameters, SaverConfig
+from arealite.api.config.data import SaverConfig
+from arealite.api.config.rollout import GenerationHyperparameters
 from arealite.api.run_folder import RunFolder
 
 if TYPE_CHECKING:

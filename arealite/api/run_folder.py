@@ -1,12 +1,17 @@
 """Where a run keeps its files: below `<fileroot>/<experiment_name>/<trial_name>/`. Nothing is created here."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from arealite.api.config.experiment import BaseExperimentConfig
 from arealite.api.config.types import FolderBlock
+
+if TYPE_CHECKING:
+    from arealite.api.config.experiment import BaseExperimentConfig
 
 OF_TRIAL = (".launcher.lock", ".trainer.lock", ".secret", "job.sbatch", "slurm-*.log")
 """What stays in the folder of a run that takes the place of an earlier one: held, known to joiners, or Slurm's."""

@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Literal, get_args
 
-from arealite.api.config.checks import check_workers, require
-from arealite.api.errors import ConfigError
+from arealite.api.config.checks import check_workers
+from arealite.api.errors import ConfigError, require
 from arealite.utils.sentences import listed, nearest
 
 if TYPE_CHECKING:

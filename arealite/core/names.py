@@ -12,7 +12,7 @@ from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from arealite.api.config.checks import require
+from arealite.api.errors import require
 from arealite.core import declaration
 from arealite.core.graph import DataFlowGraph, ModelFunctionCall
 from arealite.reward.functions import load_named

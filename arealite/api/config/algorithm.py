@@ -9,8 +9,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from arealite.api.config.checks import learning_keys, require
 from arealite.api.config.model import Choice, CorrectionConfig, PPOActorConfig
+from arealite.api.errors import require
 
 logger = logging.getLogger("arealite.config")
 
@@ -136,7 +136,7 @@ def resolve_choices(config: ConfigT, defaults: Mapping[str, Any] = DEFAULTS) -> 
 def describe_choices(config: PPOActorConfig) -> str:
     """Return resolved choices as overrides, `algorithm=grpo baseline=group_mean ...`, without what is off."""
     values = {key: _value(config, key) for key in ("algorithm", *DEFAULTS)}
-    values |= {key: getattr(config, key) for key in learning_keys(config) if key != "correction"}
+    values |= {key: getattr(config, key) for key in config.learning_keys() if key != "correction"}
     return " ".join(f"{key}={str(value).lower()}" for key, value in values.items() if value is not None)
 
 

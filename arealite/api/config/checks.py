@@ -4,20 +4,13 @@ import logging
 
 from arealite.api.alloc_mode import AllocationMode, AllocationType
 from arealite.api.config.data import LOGGER_MODES, DatasetConfig, EvaluatorConfig, RecoverConfig, StatsLoggerConfig
-from arealite.api.config.launcher import ClusterSpecConfig
+from arealite.api.config.launcher import ClusterSpecConfig, WorkersConfig
 from arealite.api.config.model import FrozenActorConfig, OptimizerConfig, PPOActorConfig, TrainEngineConfig
 from arealite.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig, LiteConfig
-from arealite.api.config.workers import WorkersConfig
-from arealite.api.errors import ConfigError
+from arealite.api.errors import require
 from arealite.api.servers import KINDS, kinds_where
 
 logger = logging.getLogger("arealite.config")
-
-
-def require(holds: bool, sentence: str) -> None:
-    """Raise ConfigError with `sentence` unless the condition holds."""
-    if not holds:
-        raise ConfigError(sentence)
 
 
 def check_loggers(loggers: StatsLoggerConfig) -> None:
@@ -370,19 +363,12 @@ def check_frozen(engine: TrainEngineConfig, key: str) -> None:
     require(
         engine.optimizer is None, f"{key}.optimizer must be null: got an optimizer. It is never trained; remove it."
     )
-    unused = [*learning_keys(engine), *([] if engine.lora is None else ["lora"])]
+    unused = [*engine.learning_keys(), *([] if engine.lora is None else ["lora"])]
     require(
         not unused,
         f"{key} must have no keys of learning: got {', '.join(unused)}. It is never trained; remove them, or give "
         "them to the policy.",
     )
-
-
-def learning_keys(engine: TrainEngineConfig) -> list[str]:
-    """Return the keys of training that differ from their defaults."""
-    default, others = type(engine)(), {*TrainEngineConfig.model_fields, "group_size", "temperature"}
-    names = [name for name in type(engine).model_fields if name not in others]
-    return [name for name in names if getattr(engine, name) != getattr(default, name)]
 
 
 def check_equal(key: str, value: float, other: str, expected: float) -> None:

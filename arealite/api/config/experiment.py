@@ -10,7 +10,7 @@ from arealite.api.alloc_mode import AllocationMode
 from arealite.api.config import checks
 from arealite.api.config.algorithm import GRPO_DEFAULTS, PRESETS, resolve_choices
 from arealite.api.config.data import DatasetConfig, EvaluatorConfig, RecoverConfig, SaverConfig, StatsLoggerConfig
-from arealite.api.config.launcher import ClusterSpecConfig, LauncherConfig
+from arealite.api.config.launcher import ClusterSpecConfig, LauncherConfig, WorkersConfig
 from arealite.api.config.model import (
     FrozenActorConfig,
     OptimizerConfig,
@@ -40,7 +40,6 @@ from arealite.api.config.types import (
     PositiveInt,
     RunBlock,
 )
-from arealite.api.config.workers import WorkersConfig
 from arealite.api.errors import ConfigError
 from arealite.api.servers import KINDS, BackendName, ServerKind
 

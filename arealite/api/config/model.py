@@ -140,6 +140,12 @@ class TrainEngineConfig(RunBlock):
         is_same = all(getattr(self, name) == getattr(policy, name) for name in names)
         return is_same and self.optimizer is None and policy.lora is not None
 
+    def learning_keys(self) -> list[str]:
+        """Return the keys of the algorithm that differ from their defaults."""
+        default, others = type(self)(), {*TrainEngineConfig.model_fields, "group_size", "temperature"}
+        names = [name for name in type(self).model_fields if name not in others]
+        return [name for name in names if getattr(self, name) != getattr(default, name)]
+
 
 @dataclass(frozen=True)
 class Choice:

@@ -11,9 +11,9 @@ from typing import Any, NoReturn, get_args
 
 from omegaconf import OmegaConf
 
+from arealite.api.config.launcher import Strategy
 from arealite.api.config.legacy import Change
 from arealite.api.config.rollout import InferenceEngineConfig
-from arealite.api.config.workers import Strategy
 from arealite.api.errors import ConfigError
 from arealite.api.servers import KINDS
 

@@ -1,9 +1,10 @@
 """How completions are sampled, episodes scheduled and servers reached."""
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator
 
 from arealite.api.config.types import (
-    Addresses,
     Bool,
     ConfigBase,
     Dtype,
@@ -17,11 +18,27 @@ from arealite.api.config.types import (
     PositiveInt,
 )
 from arealite.api.servers import BackendName, PauseMode
+from arealite.utils.network import check_address
 
 ALL_TOKENS = 100_000_000
 """The `top_k` that cuts nothing off."""
 DEFAULT_KEPT_IDS = 512
 """The `top_k` of training with `top_p` or `min_p` alone: servers return no unbounded sets of kept ids."""
+
+
+def _split_addresses(value: object) -> object:
+    return [address for address in value.split(",") if address] if isinstance(value, str) else value
+
+
+def _check_address(address: str) -> str:
+    host_port = address.removeprefix("http://").rstrip("/")
+    try:
+        return check_address(host_port)
+    except ValueError:
+        raise ValueError("host:port or http://host:port") from None
+
+
+_Address = Annotated[str, AfterValidator(_check_address)]
 
 
 class GenerationHyperparameters(ConfigBase):
@@ -99,7 +116,7 @@ class InferenceEngineConfig(FolderBlock):
     """Seed from which sampling seeds derive; filled in from the top level."""
     backend: BackendName = "sglang"
     """Protocol of the servers; filled in from `allocation_mode`."""
-    server_addrs: Addresses = []
+    server_addrs: Annotated[list[_Address], BeforeValidator(_split_addresses)] = []
     """host:port of servers that others start and stop; empty uses the servers that register for this run."""
     colocated: ColocatedConfig | None = None
     """Embedded server in the trainer's process, on the actor's parameters; filled in from `allocation_mode`

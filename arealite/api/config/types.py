@@ -10,8 +10,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Strict
 
-from arealite.utils.network import check_address
-
 MISSING = "???"
 """Value of a key that the user must give."""
 
@@ -34,18 +32,6 @@ def _expand_folder(folder: str) -> str:
     return os.path.abspath(os.path.expanduser(folder))
 
 
-def _split_addresses(value: object) -> object:
-    return [address for address in value.split(",") if address] if isinstance(value, str) else value
-
-
-def _check_address(address: str) -> str:
-    host_port = address.removeprefix("http://").rstrip("/")
-    try:
-        return check_address(host_port)
-    except ValueError:
-        raise ValueError("host:port or http://host:port") from None
-
-
 def _check_env_vars(text: str) -> str:
     if not all(re.match(r"[A-Za-z_]\w*=", item) for item in text.split(",") if text):
         raise ValueError("written as A=1,B=2")
@@ -54,7 +40,6 @@ def _check_env_vars(text: str) -> str:
 
 Name = Annotated[str, AfterValidator(_check_name)]
 Folder = Annotated[str, AfterValidator(_expand_folder)]
-Addresses = Annotated[list[Annotated[str, AfterValidator(_check_address)]], BeforeValidator(_split_addresses)]
 EnvVars = Annotated[str, AfterValidator(_check_env_vars)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Bool = Annotated[bool, Strict()]

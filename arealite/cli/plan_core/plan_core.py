@@ -17,8 +17,8 @@ from arealite.api.cli_args import (
     WorkersConfig,
     load_expr_config,
 )
-from arealite.api.config.checks import require
 from arealite.api.config.loader import given_value
+from arealite.api.errors import require
 from arealite.api.run_folder import RunFolder
 from arealite.cli.plan_core import prediction
 from arealite.cli.plan_core.prediction import Cost, Interval, Layout, Measurement

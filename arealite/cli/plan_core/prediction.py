@@ -14,8 +14,7 @@ from statistics import fmean, linear_regression, median
 from typing import Any
 
 from arealite.api.cli_args import BaseExperimentConfig, RoleConfig, WorkersConfig
-from arealite.api.config.checks import require
-from arealite.api.errors import ConfigError
+from arealite.api.errors import ConfigError, require
 from arealite.api.run_folder import RunFolder, numbered
 from arealite.core.graph import DataFlowGraph
 from arealite.core.records import CallRecord, read_calls

@@ -8,8 +8,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from arealite.api.cli_args import BaseExperimentConfig, RoleConfig, WorkersConfig
-from arealite.api.config.checks import require
 from arealite.api.config.run import RunConfig
+from arealite.api.errors import require
 from arealite.launcher.plan.servers import num_own_servers
 from arealite.utils.sentences import listed, nearest
 
