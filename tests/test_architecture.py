@@ -53,7 +53,7 @@ ROOM_CEILINGS = {
     "algorithms": 915,
     "api": 2926,
     "chat": 497,
-    "cli": 2320,
+    "cli": 2319,
     "core": 2295,
     "dataset": 893,
     "engine": 2119,
@@ -73,8 +73,8 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 29273,
-    "files of a GRPO run": 166,
+    "code of the package": 29272,
+    "files of a GRPO run": 165,
     "code of a GRPO run": 18182,
     "import depth": 19,
     "keys of a GRPO config": 357,
