@@ -19,7 +19,7 @@ from arealite.api.config.schema import config_keys
 PACKAGE = Path(__file__).parents[1] / "arealite"
 
 MAY_IMPORT = {
-    "api": {"utils.network", "utils.stdout"},
+    "api": {"utils.network", "utils.terminal"},
     "utils": set(),
     "chat": {"api", "utils"},
     "planner": {"api", "utils"},
@@ -158,7 +158,7 @@ def test_our_own_blocking_calls_do_not_queue_behind_those_of_workflows(room: str
     calls = ("to_thread", "run_in_executor")
     for file in (PACKAGE / room).rglob("*.py"):
         used = {node.attr for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)}
-        assert used.isdisjoint(calls), f"{file} must use utils.threads.in_thread"
+        assert used.isdisjoint(calls), f"{file} must use utils.background.in_thread"
 
 
 @functools.cache

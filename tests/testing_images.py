@@ -11,8 +11,8 @@ from testing_quickstart import make_tiny_vision_model
 
 from arealite.utils.hf import load_hf_tokenizer, load_image_processor
 from arealite.utils.images import process_images
-from arealite.utils.placeholders import expansion, image_token_id
 from arealite.utils.tensors import concat_padded_tensors
+from arealite.utils.token_ids import expansion, image_token_id
 
 SIZES = {"small": (56, 56), "wide": (112, 56), "tall": (56, 84)}
 """Of pictures, which become 4, 8 and 6 tokens."""

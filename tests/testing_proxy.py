@@ -17,8 +17,8 @@ from arealite.agent.session import Model, Session
 from arealite.api.cli_args import AgentConfig, GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.io_struct import ModelRequest, ModelResponse
+from arealite.utils.background import DaemonThreads
 from arealite.utils.hf import load_hf_tokenizer
-from arealite.utils.threads import DaemonThreads
 
 END = "<|im_end|>"
 CHATML = """{% if tools %}<|im_start|>system

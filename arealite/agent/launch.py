@@ -20,9 +20,9 @@ from arealite.agent.called import Called
 from arealite.api.errors import AgentError, ConfigError
 from arealite.api.source_lines import SourceLine, users_line
 from arealite.rollout.event_loop import EventLoopThread
+from arealite.utils.background import in_thread
 from arealite.utils.processes import describe_exit, exit_status, kill_group, wait_gone
 from arealite.utils.secret import environment_without_secret
-from arealite.utils.threads import in_thread
 from arealite.utils.worker_process import CallError, WorkerCrashError, WorkerPool, pickle_target
 
 _MAX_GROWTH_GIB = 4.0

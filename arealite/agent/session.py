@@ -24,7 +24,7 @@ from arealite.api.cli_args import AgentConfig, GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ContextOverflowError
 from arealite.api.io_struct import ModelRequest, ModelResponse
-from arealite.utils.tasks import gathered
+from arealite.utils.background import gathered
 
 T = TypeVar("T")
 logger = logging.getLogger("arealite.agent")

@@ -32,9 +32,8 @@ from arealite.api.cli_args import AgentConfig, GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import AgentError
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.utils.tasks import gathered
+from arealite.utils.background import DaemonThreads, gathered, in_thread
 from arealite.utils.tensors import concat_padded_tensors
-from arealite.utils.threads import DaemonThreads, in_thread
 
 _BRANCHES = ("edited", "template", "tools")
 

@@ -13,7 +13,7 @@ from arealite.api.script import show_refusal
 from arealite.cli.parser import make_parser
 from arealite.cli.trainers import examples_folder
 from arealite.utils.files import FileError
-from arealite.utils.stdout import until_reader_leaves
+from arealite.utils.terminal import until_reader_leaves
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 from arealite import __version__
 from arealite.cli.init import TEMPLATES
 from arealite.cli.trainers import TRAINERS
-from arealite.utils.usage import Parser
+from arealite.utils.terminal import Parser
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 

@@ -19,9 +19,9 @@ from arealite.inference.backends.program import ServerProgram
 from arealite.launcher.plan.jobs import server_job
 from arealite.launcher.plan.plan import Placement, check_model
 from arealite.utils.devices import visible_gpus
-from arealite.utils.environment import REGISTRY_VARIABLE, SECRET_VARIABLE
 from arealite.utils.files import reading
 from arealite.utils.network import LOOPBACK, address_toward, host_ip
+from arealite.utils.processes import REGISTRY_VARIABLE, SECRET_VARIABLE
 from arealite.utils.registry import RegistryClient, RegistryError, RegistryRefusedError, address_in
 from arealite.utils.secret import check_length, is_loopback, secret_of_environment
 

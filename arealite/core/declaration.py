@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from arealite.api.config.checks import check_workers
 from arealite.api.errors import ConfigError, require
-from arealite.utils.sentences import listed, nearest
+from arealite.utils.terminal import listed, nearest
 
 if TYPE_CHECKING:
     from arealite.api.config.experiment import BaseExperimentConfig

@@ -16,7 +16,7 @@ from arealite.api.errors import require
 from arealite.core import declaration
 from arealite.core.graph import DataFlowGraph, ModelFunctionCall
 from arealite.reward.functions import load_named
-from arealite.utils.sentences import listed, nearest
+from arealite.utils.terminal import listed, nearest
 
 if TYPE_CHECKING:
     from arealite.api.config.experiment import BaseExperimentConfig

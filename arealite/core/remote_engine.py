@@ -26,10 +26,10 @@ from arealite.engine.checkpointing import WRITE_TIMEOUT_S
 from arealite.engine.ppo.actor import TOKENS
 from arealite.rollout.account.updates import KEYS, Update, update_of
 from arealite.utils import heartbeat
+from arealite.utils.background import start_thread
 from arealite.utils.distributed import meeting_address
 from arealite.utils.files import FileEntry
 from arealite.utils.network import hold_port, port_of
-from arealite.utils.threads import start_thread
 
 _POLL_S = 0.5
 _UPLOAD_TIMEOUTS = 2  # timeouts of an update within which workers must send: one to meet the servers, one to send

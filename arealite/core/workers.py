@@ -38,8 +38,8 @@ from arealite.launcher.plan.layout import Group, make_layout
 from arealite.rollout.prompts import ShouldAccept
 from arealite.rollout.trajectory import split_batch
 from arealite.utils.distributed import join_default_group, leave_default_group
-from arealite.utils.sentences import listed
 from arealite.utils.tensors import split_rows, trimmed_rows, unit_lengths
+from arealite.utils.terminal import listed
 
 E = TypeVar("E")
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from arealite.api.cli_args import DatasetConfig
 from arealite.utils.images import count_image_tokens, decode_image
-from arealite.utils.placeholders import expansion, image_token_id
+from arealite.utils.token_ids import expansion, image_token_id
 
 MARK = "<image>"  # in a text: the place of the next image
 

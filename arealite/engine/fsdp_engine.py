@@ -37,9 +37,9 @@ from arealite.engine.packed_attention import pick_attention, sequence_bounds
 from arealite.engine.vision import vision_inputs
 from arealite.utils import distributed, heartbeat, tensors, trace
 from arealite.utils.images import sees_images
-from arealite.utils.logging import setup_logging
 from arealite.utils.seeding import seed_everything
 from arealite.utils.tensors import MicroBatch
+from arealite.utils.terminal import setup_logging
 
 if TYPE_CHECKING:
     from arealite.api.engine_api import LossFn, LossWeightFn

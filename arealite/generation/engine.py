@@ -25,9 +25,9 @@ from arealite.generation.sampler import SamplingRows, kept_ids, sample
 from arealite.generation.scheduler import Prefill, Scheduler, Sequence
 from arealite.generation.slot_table import SlotTable
 from arealite.utils import heartbeat, trace
+from arealite.utils.background import resolve
 from arealite.utils.images import placeholder_mask
-from arealite.utils.stop_strings import StopStrings
-from arealite.utils.threads import resolve
+from arealite.utils.token_ids import StopStrings
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from arealite.generation.request import FinishReason, GenerationRequest, GenerationResult, VersionSpan
 from arealite.generation.slot_table import SlotTable
 from arealite.utils.images import Images
-from arealite.utils.stop_strings import StopStrings
+from arealite.utils.token_ids import StopStrings
 
 
 @dataclass(eq=False, slots=True)

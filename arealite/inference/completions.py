@@ -23,9 +23,9 @@ from arealite.inference.pool import Server, ServerFacts, ServerPool, backoff_s
 from arealite.rollout.episode import current_episode, sampling_seed
 from arealite.rollout.prompts import SampleRecord
 from arealite.utils import heartbeat
+from arealite.utils.background import in_thread
 from arealite.utils.hf import load_hf_tokenizer, vocab_size
-from arealite.utils.stop_strings import StopStrings
-from arealite.utils.threads import in_thread
+from arealite.utils.token_ids import StopStrings
 
 logger = logging.getLogger("arealite.client")
 

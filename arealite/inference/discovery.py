@@ -21,10 +21,10 @@ from arealite.api.run_folder import RunFolder
 from arealite.inference.completions import Completions
 from arealite.inference.http import StatusError, deadline_in
 from arealite.inference.pool import backoff_s, parse_addresses
-from arealite.utils.environment import REGISTRY_VARIABLE, SERVER_ADDRS_VARIABLE
+from arealite.utils.background import BackgroundTasks
 from arealite.utils.network import LOOPBACK
+from arealite.utils.processes import REGISTRY_VARIABLE, SERVER_ADDRS_VARIABLE
 from arealite.utils.registry import Registry, RegistryClient, RegistryError, ServerRecord
-from arealite.utils.tasks import BackgroundTasks
 
 logger = logging.getLogger("arealite.client")
 

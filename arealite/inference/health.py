@@ -16,7 +16,7 @@ import aiohttp
 from arealite.api.errors import ServerError, UnreachableError
 from arealite.inference.http import OutOfFilesError, ServerConnection, StatusError, deadline_in
 from arealite.inference.pool import Server, ServerPool, backoff_s
-from arealite.utils.tasks import BackgroundTasks
+from arealite.utils.background import BackgroundTasks
 
 logger = logging.getLogger("arealite.client")
 

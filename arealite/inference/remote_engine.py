@@ -38,11 +38,10 @@ from arealite.rollout.executor import RolloutExecutor
 from arealite.rollout.prompts import Dataloader, ShouldAccept
 from arealite.rollout.trajectory import split_batch
 from arealite.utils import heartbeat, trace
+from arealite.utils.background import BackgroundTasks
 from arealite.utils.distributed import global_rank
-from arealite.utils.garbage import QuietCollector
-from arealite.utils.processes import raise_file_limit
+from arealite.utils.processes import QuietCollector, raise_file_limit
 from arealite.utils.secret import ensure_secret, secret_of_environment
-from arealite.utils.tasks import BackgroundTasks
 
 T = TypeVar("T")
 logger = logging.getLogger("arealite.client")

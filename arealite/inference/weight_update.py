@@ -25,10 +25,9 @@ from arealite.inference.http import OutOfFilesError, ServerConnection, StatusErr
 from arealite.inference.pool import NO_VERSION, Server
 from arealite.inference.update_state import LAST_WORD_S, FrozenHolders, WeightUpdate
 from arealite.utils import trace
+from arealite.utils.background import gathered, in_thread
 from arealite.utils.distributed import meeting_address
 from arealite.utils.network import LOOPBACK, hold_port, port_of
-from arealite.utils.tasks import gathered
-from arealite.utils.threads import in_thread
 from arealite.utils.weight_transfer import group_of, senders_of
 
 logger = logging.getLogger("arealite.client")

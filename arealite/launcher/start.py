@@ -14,7 +14,7 @@ from arealite.api.errors import ConfigError
 from arealite.api.exit_status import REFUSED
 from arealite.api.script import show_refusal
 from arealite.launcher import local, ray, slurm
-from arealite.utils.usage import Parser
+from arealite.utils.terminal import Parser
 
 LAUNCHERS = {"local": local.main, "ray": ray.main, "slurm": slurm.main}
 

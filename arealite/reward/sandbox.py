@@ -32,8 +32,8 @@ from typing import Literal
 
 from arealite.api.errors import ConfigError, EnvError
 from arealite.utils import heartbeat
+from arealite.utils.background import DaemonThreads
 from arealite.utils.processes import exit_status, kill_group, wait_gone
-from arealite.utils.threads import DaemonThreads
 
 logger = logging.getLogger("arealite.sandbox")
 

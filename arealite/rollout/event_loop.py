@@ -21,7 +21,7 @@ from arealite.api.errors import EpisodeTimeoutError
 from arealite.api.source_lines import SourceLine, lines_of_frame, users_line
 from arealite.rollout.activity import activity
 from arealite.utils import heartbeat
-from arealite.utils.threads import DaemonThreads
+from arealite.utils.background import DaemonThreads
 
 T = TypeVar("T")
 logger = logging.getLogger("arealite.rollout")

@@ -33,8 +33,8 @@ from arealite.rollout.staleness import StalenessAccount
 from arealite.rollout.trajectory import assemble_batch
 from arealite.rollout.unthrottled import UnthrottledBatches
 from arealite.utils import heartbeat, stop
+from arealite.utils.background import BackgroundTasks
 from arealite.utils.data_order import cursor_after
-from arealite.utils.tasks import BackgroundTasks
 
 T = TypeVar("T")
 logger = logging.getLogger("arealite.rollout")

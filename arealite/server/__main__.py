@@ -22,12 +22,10 @@ from arealite.generation.engine import GenerationEngine
 from arealite.server.app import Server
 from arealite.server.load import load_server
 from arealite.utils import heartbeat
-from arealite.utils.garbage import skip_last_collection
 from arealite.utils.http_server import HttpServer
-from arealite.utils.logging import setup_logging
-from arealite.utils.processes import raise_file_limit
+from arealite.utils.processes import raise_file_limit, skip_last_collection
 from arealite.utils.secret import check_exposed, secret_of_environment
-from arealite.utils.usage import Parser
+from arealite.utils.terminal import Parser, setup_logging
 
 logger = logging.getLogger("arealite.server")
 FAILURE_NOTICE_S = 1.0  # time for which a failed server still replies 503 with the reason

@@ -24,8 +24,8 @@ from arealite.generation.request import GenerationError, GenerationRequest, Gene
 from arealite.server import protocol
 from arealite.server.weight_receiver import MismatchError, WeightReceiver
 from arealite.utils.images import Images, from_base64, process_images
-from arealite.utils.placeholders import expansion
 from arealite.utils.secret import is_authorized, refusal
+from arealite.utils.token_ids import expansion
 
 logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 * 2**20

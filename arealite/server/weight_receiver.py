@@ -11,8 +11,8 @@ import torch
 from arealite.generation.engine import GenerationEngine
 from arealite.generation.model_runner import check_shapes, read_checkpoint
 from arealite.server import protocol
+from arealite.utils.background import in_thread
 from arealite.utils.fingerprint import differing, fingerprints
-from arealite.utils.threads import in_thread
 from arealite.utils.weight_transfer import BroadcastGroup, close_group, join_group, receive_bucket
 
 

@@ -33,12 +33,12 @@ from arealite.engine.checkpointing import WRITE_TIMEOUT_S
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.trainer import checkpoint
 from arealite.utils import distributed, stop
-from arealite.utils.environment import RESTART_VARIABLE
 from arealite.utils.files import aside, empty_folder, explain, file_entries, file_lock, fresh_folder, read_jsonl
 from arealite.utils.frequency import Frequency
 from arealite.utils.heartbeat import waiting
+from arealite.utils.processes import RESTART_VARIABLE
 from arealite.utils.seeding import rng_state, set_rng_state
-from arealite.utils.sentences import listed
+from arealite.utils.terminal import listed
 
 logger = logging.getLogger("arealite.recover")
 

@@ -1,7 +1,7 @@
 """Images of prompts, for models of the Qwen2-VL type.
 
 Such a model sees images as patches, `pixel_values [P, D]`, in grids of (time, height, width), `image_grid_thw [I, 3]`.
-`merge x merge` patches become one token, for which the prompt has a placeholder (`utils/placeholders.py`).
+`merge x merge` patches become one token, for which the prompt has a placeholder (`utils/token_ids.py`).
 """
 
 # I images, P patches, L tokens of one sequence

@@ -10,8 +10,8 @@ import secrets
 from ipaddress import ip_address
 from pathlib import Path
 
-from arealite.utils.environment import SECRET_VARIABLE
 from arealite.utils.files import reading, write_atomically
+from arealite.utils.processes import SECRET_VARIABLE
 
 SECRET_FILE = ".secret"
 _SCHEME = "Bearer "

@@ -37,9 +37,9 @@ import dill
 import psutil
 
 from arealite.utils import heartbeat
+from arealite.utils.background import DaemonThreads, in_thread
 from arealite.utils.processes import describe_exit, die_with_parent, exit_status, kill_group
 from arealite.utils.secret import environment_without_secret
-from arealite.utils.threads import DaemonThreads, in_thread
 
 logger = logging.getLogger("arealite.workers")
 

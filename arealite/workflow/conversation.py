@@ -15,7 +15,7 @@ from arealite.api.errors import ConfigError, ContextOverflowError
 from arealite.api.io_struct import ModelRequest, ModelResponse
 from arealite.chat.answer import AnswerParser, MalformedCall, call_ids
 from arealite.chat.text import ChatText, Message
-from arealite.utils.threads import in_thread
+from arealite.utils.background import in_thread
 from arealite.workflow.trajectory import TrajectoryBuilder
 
 

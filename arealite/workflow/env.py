@@ -22,8 +22,7 @@ from arealite.api.engine_api import InferenceEngine
 from arealite.api.env_api import Agent
 from arealite.api.errors import EnvError, ParseError
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.utils.tasks import BackgroundTasks
-from arealite.utils.threads import in_thread
+from arealite.utils.background import BackgroundTasks, in_thread
 from arealite.workflow.conversation import ChatModel, Conversation
 from arealite.workflow.env_process import IsolatedEnv, MakeEnv, env_pool
 from arealite.workflow.trajectory import sample_group

@@ -22,7 +22,7 @@ from arealite.api.env_api import Environment
 from arealite.api.errors import ConfigError, EnvError
 from arealite.api.reward_api import RewardFunction
 from arealite.chat.text import Message
-from arealite.utils.threads import in_thread
+from arealite.utils.background import in_thread
 from arealite.workflow.conversation import ChatModel, Conversation
 from arealite.workflow.rlvr import RLVRWorkflow
 from arealite.workflow.trajectory import sample_group

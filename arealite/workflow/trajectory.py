@@ -18,7 +18,7 @@ from tensordict import TensorDict
 
 from arealite.api.errors import TrajectoryError
 from arealite.api.io_struct import ModelResponse
-from arealite.utils.tasks import gathered
+from arealite.utils.background import gathered
 from arealite.utils.tensors import concat_padded_tensors
 
 

@@ -13,9 +13,9 @@ from arealite.api.errors import TrajectoryError
 from arealite.api.io_struct import ModelRequest
 from arealite.api.reward_api import RewardFunction
 from arealite.chat.template import prompt_tokens
+from arealite.utils.background import in_thread
 from arealite.utils.images import Images, as_base64, decode_image, image_processor_of, process_images
-from arealite.utils.placeholders import expansion, image_token_id
-from arealite.utils.threads import in_thread
+from arealite.utils.token_ids import expansion, image_token_id
 from arealite.workflow.rlvr import RLVRWorkflow
 from arealite.workflow.trajectory import sample_group
 

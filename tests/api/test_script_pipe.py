@@ -22,7 +22,8 @@ def test_a_reader_that_leaves(words: list[str]) -> None:
 @pytest.mark.parametrize("redirection", ["| true", ">&-", "> /dev/null"])
 def test_an_error_is_shown_also_if_nobody_reads_the_output(redirection: str) -> None:
     code = (
-        "from arealite.utils.stdout import *\nwith until_reader_leaves():\n    print('x')\n    raise ValueError('real')"
+        "from arealite.utils.terminal import *\nwith until_reader_leaves():\n"
+        "    print('x')\n    raise ValueError('real')"
     )
     command = f'unset PYTHONUNBUFFERED; set -o pipefail; "$0" -c "$1" {redirection}'
     done = subprocess.run(["bash", "-c", command, sys.executable, code], stderr=subprocess.PIPE, text=True, check=False)

@@ -18,8 +18,8 @@ from tiny_models import save_qwen3
 from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.api.config.loader import to_yaml
 from arealite.cli.main import main
-from arealite.utils.environment import REGISTRY_VARIABLE, SECRET_VARIABLE
 from arealite.utils.network import LOOPBACK, host_ip
+from arealite.utils.processes import REGISTRY_VARIABLE, SECRET_VARIABLE
 from arealite.utils.secret import ensure_secret
 
 DEADLINE_S = 180.0

@@ -12,7 +12,7 @@ from arealite.dataset.loader import PromptLoader, sft_batches
 from arealite.dataset.rows import ListRows, Rows
 from arealite.utils.hf import load_hf_tokenizer, load_image_processor
 from arealite.utils.images import process_images
-from arealite.utils.placeholders import image_token_id
+from arealite.utils.token_ids import image_token_id
 
 IMAGE = {"type": "image"}
 

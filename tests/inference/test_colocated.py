@@ -32,7 +32,7 @@ from arealite.api.io_struct import FinetuneSpec, ModelRequest, ModelResponse, We
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.inference.colocated import ColocatedServer
 from arealite.inference.remote_engine import RemoteInferenceEngine
-from arealite.utils.environment import SERVER_ADDRS_VARIABLE
+from arealite.utils.processes import SERVER_ADDRS_VARIABLE
 from arealite.utils.secret import authorization
 from arealite.weights.publish import publish_weights
 

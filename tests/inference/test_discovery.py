@@ -28,7 +28,7 @@ from arealite.inference.backends.lite import LiteBackend
 from arealite.inference.http import ServerConnection, StatusError
 from arealite.inference.pool import NO_VERSION, Server, ServerFacts, ServerPool
 from arealite.inference.remote_engine import RemoteInferenceEngine
-from arealite.utils.environment import REGISTRY_VARIABLE, SECRET_VARIABLE
+from arealite.utils.processes import REGISTRY_VARIABLE, SECRET_VARIABLE
 from arealite.utils.registry import Claim, RegistryClient, ServerRecord
 from arealite.utils.secret import ensure_secret
 

@@ -30,7 +30,7 @@ from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.inference import pool
 from arealite.inference.pool import ServerFacts
 from arealite.inference.remote_engine import RemoteInferenceEngine
-from arealite.utils.environment import REGISTRY_VARIABLE
+from arealite.utils.processes import REGISTRY_VARIABLE
 from arealite.weights.publish import publish_weights
 
 PROMPT = [5, 9, 13, 4]

@@ -36,7 +36,7 @@ from arealite.inference.pool import parse_addresses
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.rollout.activity import activity
 from arealite.rollout.episode import Episode, current_episode
-from arealite.utils.stop_strings import StopStrings
+from arealite.utils.token_ids import StopStrings
 
 PROMPT = [5, 6, 7]
 

@@ -28,7 +28,7 @@ from arealite.api.errors import EpisodeError, EpisodeTimeoutError
 from arealite.api.source_lines import SourceLine
 from arealite.rollout import event_loop
 from arealite.rollout.event_loop import EventLoopThread
-from arealite.utils.threads import in_thread
+from arealite.utils.background import in_thread
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from arealite.inference.http import deadline_in
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.utils.hf import load_hf_tokenizer, load_image_processor
 from arealite.utils.images import as_base64
-from arealite.utils.placeholders import image_token_id
+from arealite.utils.token_ids import image_token_id
 from arealite.weights.publish import publish_weights
 from arealite.workflow.vision_rlvr import VisionRLVRWorkflow
 from servers.programs import Program, served

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from arealite.utils.environment import SECRET_VARIABLE
+from arealite.utils.processes import SECRET_VARIABLE
 from arealite.utils.secret import (
     SECRET_FILE,
     authorization,

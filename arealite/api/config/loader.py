@@ -29,7 +29,7 @@ from arealite.api.config.schema import ConfigKey, config_help, config_keys
 from arealite.api.config.types import MISSING
 from arealite.api.errors import ConfigError
 from arealite.api.script import refuse_import, show_errors_briefly
-from arealite.utils.stdout import until_reader_leaves
+from arealite.utils.terminal import until_reader_leaves
 
 logger = logging.getLogger("arealite.config")
 

@@ -25,7 +25,7 @@ from arealite.cli.plan_core.prediction import Cost, Interval, Layout, Measuremen
 from arealite.core import experiments
 from arealite.core.graph import DataFlowGraph
 from arealite.launcher.plan.layout import make_layout
-from arealite.utils.sentences import listed
+from arealite.utils.terminal import listed
 
 SERIAL_SHARES = (0.0, 0.1, 0.3)
 """Of a measured call, assumed where runs don't tell; the one in the middle ranks."""

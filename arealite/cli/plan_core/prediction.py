@@ -20,7 +20,7 @@ from arealite.core.graph import DataFlowGraph
 from arealite.core.records import CallRecord, read_calls
 from arealite.launcher.plan.layout import Group, make_layout
 from arealite.utils.files import read_jsonl
-from arealite.utils.sentences import listed
+from arealite.utils.terminal import listed
 
 Layout = tuple[Group, ...]
 MAX_UNITS = 16

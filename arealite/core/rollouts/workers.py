@@ -19,7 +19,7 @@ from arealite.inference.completions import Completions
 from arealite.inference.remote_engine import ClientView
 from arealite.rollout.episode import Episode, Outcome
 from arealite.utils import heartbeat
-from arealite.utils.tasks import BackgroundTasks
+from arealite.utils.background import BackgroundTasks
 
 logger = logging.getLogger("arealite.core")
 

@@ -13,8 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from arealite.engine.hf_model import is_classifier, load_whole_model, model_config
 from arealite.engine.output_layer import values_of
+from arealite.utils.background import in_thread
 from arealite.utils.hf import require_same_vocabulary
-from arealite.utils.threads import in_thread
 
 
 class RewardModel:

@@ -17,7 +17,7 @@ from arealite.api.io_struct import MAX_LOGPROB, ModelRequest, ParamSpec
 from arealite.api.servers import PauseMode
 from arealite.inference.http import Json, ServerConnection, StatusError, bad_reply
 from arealite.inference.pool import Server, ServerFacts
-from arealite.utils.placeholders import collapse
+from arealite.utils.token_ids import collapse
 
 Finish = Literal["stop", "length", "abort"]
 Bucket = Mapping[str, Sequence[ParamSpec]]

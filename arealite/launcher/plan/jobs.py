@@ -20,8 +20,8 @@ from arealite.inference.backends.program import ServerProgram
 from arealite.launcher.place.base import Job
 from arealite.launcher.plan.plan import Placement, Plan, Run, setup_timeout_s
 from arealite.launcher.plan.servers import foreign_servers
-from arealite.utils.environment import RESTART_VARIABLE
 from arealite.utils.network import LOOPBACK
+from arealite.utils.processes import RESTART_VARIABLE
 
 _SHOWN = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

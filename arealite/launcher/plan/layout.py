@@ -11,7 +11,7 @@ from arealite.api.cli_args import BaseExperimentConfig, RoleConfig, WorkersConfi
 from arealite.api.config.run import RunConfig
 from arealite.api.errors import require
 from arealite.launcher.plan.servers import num_own_servers
-from arealite.utils.sentences import listed, nearest
+from arealite.utils.terminal import listed, nearest
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ import os
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.errors import ConfigError
-from arealite.utils.environment import SERVER_ADDRS_VARIABLE
 from arealite.utils.network import addresses_in
+from arealite.utils.processes import SERVER_ADDRS_VARIABLE
 
 
 def foreign_servers(config: BaseExperimentConfig) -> list[str]:

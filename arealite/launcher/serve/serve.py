@@ -32,12 +32,11 @@ from arealite.api.servers import KINDS
 from arealite.launcher.place.base import Job
 from arealite.launcher.place.local import JobRun
 from arealite.launcher.serve.registration import Registration
-from arealite.utils.environment import REGISTRY_VARIABLE, SECRET_VARIABLE
+from arealite.utils import processes
 from arealite.utils.network import LOOPBACK, hold_port, port_of
-from arealite.utils.processes import adopt_orphans, descendants, describe_exit, kill_tree
 from arealite.utils.registry import RegistryClient, RegistryError, RegistryRefusedError, ServerRecord
 from arealite.utils.secret import authorization, check_exposed, is_loopback, secret_of_environment
-from arealite.utils.usage import Parser
+from arealite.utils.terminal import Parser
 
 REFUSED = 2
 NOT_READY = 3
@@ -61,12 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--setup-timeout", type=float, default=600.0, help="seconds in which it must become ready")
     parser.add_argument(
         "--registry",
-        default=os.environ.get(REGISTRY_VARIABLE, ""),
-        help=f"registry of the run, host:port or its registry.json; by default {REGISTRY_VARIABLE}, empty is no run",
+        default=os.environ.get(processes.REGISTRY_VARIABLE, ""),
+        help=f"the run's registry, host:port or its registry.json; by default {processes.REGISTRY_VARIABLE}, empty is no run",
     )
     parser.add_argument("command", nargs="+", help="starts the server; --host and --port are added")
     args = parser.parse_args(argv)
-    adopt_orphans()
+    processes.adopt_orphans()
     try:
         return asyncio.run(_run(args))
     except ConfigError as error:
@@ -129,7 +128,7 @@ class Server:
             return NOT_READY
         status = self._ended.result()
         when = "" if is_ready else " while it was loading"
-        print(f"serve: {name} ended with {describe_exit(status)}{when}", flush=True)
+        print(f"serve: {name} ended with {processes.describe_exit(status)}{when}", flush=True)
         return status or 1
 
     async def _hand_back(self, signals: asyncio.Queue[int]) -> None:
@@ -145,8 +144,8 @@ class Server:
         host, _, port = self._address.rpartition(":")
         job = Job(self._args.name, [*self._args.command, "--host", host, "--port", port], {})
         status = await self._run.run(job, self._pass_on)
-        for pid in descendants(os.getpid()):  # if its guard was killed, we have adopted what it watched over
-            kill_tree(pid)
+        for pid in processes.descendants(os.getpid()):  # if its guard was killed, we have adopted what it watched over
+            processes.kill_tree(pid)
         return status
 
     def _pass_on(self, output: bytes) -> None:
@@ -212,7 +211,7 @@ def _registration(args: argparse.Namespace, address: str) -> Registration:
         return Registration(None, args.name, record)
     if (secret := secret_of_environment()) is None:
         raise ConfigError(
-            f"{SECRET_VARIABLE} must be the secret of the run: got nothing. It is in .secret of its folder."
+            f"{processes.SECRET_VARIABLE} must be the secret of the run: got nothing. It is in .secret of its folder."
         )
     if args.host == "0.0.0.0":
         raise ConfigError("--host must be one address, which trainers connect to: got 0.0.0.0. Name an interface's.")

@@ -24,11 +24,10 @@ from arealite.launcher.plan.plan import Run, checked_plan, entry_script, trains
 from arealite.launcher.supervise.preflight import preflight
 from arealite.launcher.supervise.supervisor import Supervisor, pause_s
 from arealite.utils.files import empty_folder, file_lock, reading, require_object, write_atomically, writing
-from arealite.utils.garbage import skip_last_collection
+from arealite.utils.processes import skip_last_collection
 from arealite.utils.registry import Registry
 from arealite.utils.secret import ensure_secret
-from arealite.utils.stdout import until_reader_leaves
-from arealite.utils.usage import Parser
+from arealite.utils.terminal import Parser, until_reader_leaves
 
 _LOCK_TIMEOUT_S = 5.0  # how long another launcher of the same run may take to end
 EPILOG = (

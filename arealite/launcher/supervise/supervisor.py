@@ -22,9 +22,9 @@ from arealite.launcher.plan.servers import foreign_servers
 from arealite.launcher.supervise.console import Output
 from arealite.launcher.supervise.jobs import Jobs
 from arealite.utils import trace
-from arealite.utils.environment import REGISTRY_VARIABLE, SECRET_VARIABLE, SERVER_ADDRS_VARIABLE
 from arealite.utils.files import read_jsonl
 from arealite.utils.heartbeat import PERIOD_S
+from arealite.utils.processes import REGISTRY_VARIABLE, SECRET_VARIABLE, SERVER_ADDRS_VARIABLE
 from arealite.utils.registry import Registry
 from arealite.watchdog.evidence import read_heartbeats
 from arealite.watchdog.stall import StallWatch

@@ -27,9 +27,8 @@ from tiny_models import build, config, tokenizer
 
 from arealite.launcher.serve import serve as module
 from arealite.launcher.serve.serve import NOT_READY, REFUSED, num_connected
-from arealite.utils.environment import REGISTRY_VARIABLE
 from arealite.utils.network import LOOPBACK, hold_port, host_ip, port_of
-from arealite.utils.processes import descendants, is_alive, kill_tree, send_signal, wait_gone
+from arealite.utils.processes import REGISTRY_VARIABLE, descendants, is_alive, kill_tree, send_signal, wait_gone
 from arealite.utils.registry import ServerRecord
 from arealite.utils.secret import authorization
 

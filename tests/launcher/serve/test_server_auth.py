@@ -18,9 +18,8 @@ from servers.programs import Name, program
 from testing_quickstart import make_tiny_model
 
 from arealite.launcher.serve.wrapper import Message, RequireSecret
-from arealite.utils.environment import SECRET_VARIABLE
 from arealite.utils.network import LOOPBACK, hold_port, port_of
-from arealite.utils.processes import descendants, kill_tree
+from arealite.utils.processes import SECRET_VARIABLE, descendants, kill_tree
 from arealite.utils.secret import authorization
 
 SECRET = "0123456789abcdef-the-secret"
