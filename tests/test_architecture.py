@@ -65,7 +65,7 @@ ROOM_CEILINGS = {
     "rollout": 2320,
     "server": 651,
     "trainer": 887,
-    "utils": 2284,
+    "utils": 2275,
     "viewer": 1195,
     "watchdog": 227,
     "weights": 186,
@@ -73,9 +73,9 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 29272,
-    "files of a GRPO run": 165,
-    "code of a GRPO run": 18182,
+    "code of the package": 29255,
+    "files of a GRPO run": 158,
+    "code of a GRPO run": 18167,
     "import depth": 19,
     "keys of a GRPO config": 357,
     "lines of pages": 5806,
