@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--registry",
         default=os.environ.get(processes.REGISTRY_VARIABLE, ""),
-        help=f"the run's registry, host:port or its registry.json; by default {processes.REGISTRY_VARIABLE}, empty is no run",
+        help=f"host:port of the registry or its registry.json (default: {processes.REGISTRY_VARIABLE}), empty: none",
     )
     parser.add_argument("command", nargs="+", help="starts the server; --host and --port are added")
     args = parser.parse_args(argv)
