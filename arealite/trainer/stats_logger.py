@@ -64,8 +64,6 @@ class StatsLogger:
             stack.enter_context(self._tracker.timer(name))
             stack.callback(heartbeat.tick)
             heartbeat.tick()
-            heartbeat.show(phase=name)
-            stack.callback(heartbeat.show, phase="")
             yield
 
     def add(self, metrics: Mapping[str, float] | None, *, reduce: Reduction | None = None) -> None:
@@ -137,7 +135,6 @@ class _Writer:
         # A launcher sets COLUMNS if its output is a terminal; a file or pipe gets whole lines.
         width = shutil.get_terminal_size((_WHOLE_LINE, 0)).columns
         self._line = StepLine(total_steps=ft_spec.total_train_steps, staleness_bound=self._bound, width=width)
-        heartbeat.show(step=start_step, total_steps=ft_spec.total_train_steps, phase="")
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         self.has_other_rewards |= has_other_rewards(metrics)
@@ -155,7 +152,6 @@ class _Writer:
         if is_due or "eval/version" in metrics or "eval/loss" in metrics:
             print(self._line.render(step, metrics), flush=True)
             self._silent_s = 0.0
-        heartbeat.show(step=step + 1)
         if step == self._traced_until:  # every rank has written the previous step
             trace.join(self._run.trace)
             atexit.unregister(trace.join)

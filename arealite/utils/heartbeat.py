@@ -34,7 +34,6 @@ _is_started = False
 _lock = threading.Lock()
 _waits: dict[int, list[dict[str, Any]]] = {}  # by thread, the innermost last
 _reports: dict[str, Callable[[], Any]] = {}
-_status: dict[str, Any] = {}
 
 
 def tick() -> None:
@@ -66,11 +65,6 @@ def waiting(what: str, on: WaitsOn | None = None, *, pid: int | None = None) -> 
 def report(name: str, make: Callable[[], Any]) -> None:
     """Publish the result of `make` as JSON, e.g. queue depths; it is called by a thread while there is no progress."""
     _reports[name] = make
-
-
-def show(**status: Any) -> None:
-    """Publish fields for the launcher's console: `step`, `total_steps`, `phase`."""
-    _status.update(status)
 
 
 def start(name: str | None = None) -> None:
@@ -110,7 +104,6 @@ def _publish_forever(path: Path, name: str) -> None:
             "moved_s": now - moved,
             "published": now,
             "waits": _current_waits(now),
-            "status": dict(_status),
             "reports": {} if count != last else {key: _made(make) for key, make in list(_reports.items())},
         }
         try:

@@ -45,7 +45,6 @@ class Process:
     silent_s: float = 0.0  # since the heartbeat; 0 on other nodes, whose clocks differ
     waits: tuple[Wait, ...] = ()
     reports: Mapping[str, Any] = field(default_factory=dict)
-    status: Mapping[str, Any] = field(default_factory=dict)
     state: str = ""  # psutil's name for it; empty on other nodes, as are stacks
     stacks: str = ""  # faulthandler's text
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import os
 import platform
+import pty
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import termios
 import time
+from fcntl import ioctl
 from pathlib import Path
 
 import pytest
 
+from arealite.launcher.place.local import _terminal
 from arealite.utils.files import file_lock
 from arealite.utils.processes import descendants, wait_gone
 
@@ -48,6 +53,14 @@ def test_success_stops_servers(launch_script):
     assert "hello from 1" in (run.logs / "trainer-1.log").read_text()
     assert "INFO fake" in (run.logs / "server-0.log").read_text()
     assert "is ready at 127.0.0.1:" in (run.logs / "launcher.log").read_text()
+
+
+def test_a_job_is_given_the_width_of_the_terminal(monkeypatch):
+    master, slave = pty.openpty()
+    ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 33, 101, 0, 0))
+    with os.fdopen(master, "rb"), os.fdopen(slave, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert _terminal() == {"COLUMNS": "101"}
 
 
 def test_failing_rank_is_named_and_gives_its_status(launch_script):

@@ -1,7 +1,4 @@
-"""One console and one log file per process, out of the outputs of many processes.
-
-On a terminal a progress bar stands below the lines. Each log file has all lines of its process, without colours.
-"""
+"""One console for the outputs of all processes, and one log file per process with all its lines, without colours."""
 
 import codecs
 import contextlib
@@ -11,13 +8,8 @@ import re
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
-
-import rich.console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.text import Text
 
 from arealite.api.script import FOR_LOG
 from arealite.utils.files import explain
@@ -37,25 +29,18 @@ class Console:
             # Not sys.stdout itself: the interpreter waits for its lock at exit.
             stream = open(os.dup(sys.stdout.fileno()), "w", encoding="utf-8", errors="replace")  # noqa: SIM115
             os.set_blocking(stream.fileno(), True)  # another owner of the terminal may have set O_NONBLOCK
-        self.is_terminal = stream.isatty()
         self._stream = stream
-        self._terminal = rich.console.Console(file=stream, highlight=False)
-        self._bar: Progress | None = None
-        self._pending: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._pending: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._num_written = 0
         self._writer = threading.Thread(target=self._write, name="arealite-console", daemon=True)
         self._writer.start()
 
     def line(self, text: str, *, prefix: str = "") -> None:
-        """Write a line, above the bar."""
-        self._pending.put(lambda: self._print(text, prefix))
-
-    def show_progress(self, step: int, total_steps: int, phase: str) -> None:
-        """Draw the bar: the number of steps, and the phase of the trainer."""
-        self._pending.put(lambda: self._draw(step, total_steps, phase))
+        """Write a line."""
+        self._pending.put(f"{prefix} | {text}\n" if prefix else f"{text}\n")
 
     def close(self) -> None:
-        """Write the pending lines while the reader reads, and remove the bar."""
+        """Write the pending lines while the reader reads."""
         self._pending.put(None)
         num_written = -1
         while self._writer.is_alive() and num_written != self._num_written:
@@ -64,44 +49,15 @@ class Console:
 
     def _write(self) -> None:
         try:
-            while (write := self._pending.get()) is not None:
-                write()
+            while (line := self._pending.get()) is not None:
+                self._stream.write(line)
+                self._stream.flush()
                 self._num_written += 1
-            if self._bar is not None:
-                self._bar.stop()
         except OSError:  # the reader went away, as in `| head`: the run continues, and its logs are complete
             with contextlib.suppress(OSError):
                 self._stream.close()
             while self._pending.get() is not None:
                 pass
-
-    def _print(self, text: str, prefix: str) -> None:
-        if self.is_terminal:
-            line = Text.assemble((f"{prefix} |", "dim"), f" {text}") if prefix else Text(text)
-            self._terminal.print(line, soft_wrap=True)
-        else:
-            self._stream.write(f"{prefix} | {text}\n" if prefix else f"{text}\n")
-            self._stream.flush()
-
-    def _draw(self, step: int, total_steps: int, phase: str) -> None:
-        if self._bar is None:
-            self._bar = Progress(
-                TextColumn("[bold]{task.description:<10}"),
-                BarColumn(bar_width=24),
-                MofNCompleteColumn(),
-                TextColumn("elapsed"),
-                TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(),
-                console=self._terminal,
-                transient=True,
-                auto_refresh=False,
-                redirect_stdout=False,
-                redirect_stderr=False,
-            )
-            self._bar.add_task(phase, total=total_steps, completed=step)
-            self._bar.start()
-        self._bar.update(self._bar.task_ids[0], completed=min(step, total_steps), description=phase, refresh=True)
 
 
 class Output:

@@ -106,7 +106,7 @@ class Jobs:
         adopt_orphans(self._adopted_before)
 
     def close(self) -> None:
-        """Write what is left of all outputs, and remove the progress bar."""
+        """Write what is left of all outputs."""
         for output in self._outputs.values():
             output.close()
         self.console.close()

@@ -23,10 +23,8 @@ from arealite.launcher.supervise.console import Output
 from arealite.launcher.supervise.jobs import Jobs
 from arealite.utils import trace
 from arealite.utils.files import read_jsonl
-from arealite.utils.heartbeat import PERIOD_S
 from arealite.utils.processes import REGISTRY_VARIABLE, SECRET_VARIABLE, SERVER_ADDRS_VARIABLE
 from arealite.utils.registry import Registry
-from arealite.watchdog.evidence import read_heartbeats
 from arealite.watchdog.stall import StallWatch
 
 _CLEAN_UP_S = 15.0
@@ -148,8 +146,6 @@ class Supervisor:
         if self._plan.trainers:
             self._slots_of_ranks = [slots[rank] for rank in self._plan.trainers]
             self._watch(self._train(slots, is_restart=is_restart))
-            if self._jobs.console.is_terminal:
-                self._watch(self._draw())
             self._watch(self._stalled())
 
     def _watch(self, end: Coroutine[None, None, ExitReason]) -> None:
@@ -277,14 +273,6 @@ class Supervisor:
         finally:
             for task in ranks:
                 task.cancel()
-
-    async def _draw(self) -> ExitReason:
-        """Draw the progress bar."""
-        while True:
-            for process in read_heartbeats(self._run.folder.logs / "progress", "trainer-0"):
-                if status := process.status:
-                    self._jobs.console.show_progress(status["step"], status["total_steps"], status["phase"])
-            await asyncio.sleep(PERIOD_S)
 
     async def _stalled(self) -> ExitReason:
         """Return when the run stalls."""
