@@ -1,7 +1,22 @@
-"""The errors users meet. Each message reads `<what> must <rule>: got <value>. <what to change>`."""
+"""The errors users meet, and the exit statuses by which launchers and their processes report them.
+
+Each message reads `<what> must <rule>: got <value>. <what to change>`. A process that ends on purpose says why by its
+status alone: nothing is read from logs. Any other status of a trainer's rank is passed on as it is, and 128 + n is
+signal n.
+"""
 
 import sys
 from typing import Literal
+
+REFUSED = 2
+"""The config, a checkpoint or the ledger can't be used as it is: a restart would end alike."""
+SERVER_FAILED = 3
+STALLED = 4
+NODE_LOST = 5
+PEER_LOST = 6
+"""A rank failed because its connection to another rank ended; the other rank has the cause."""
+
+_PEER_LOST = ("reset by peer", "closed by peer", "Broken pipe", "gloo/transport", "NCCL communicator was aborted")
 
 
 class AReaLiteError(Exception):
@@ -121,3 +136,17 @@ def require_linux() -> None:
         raise ConfigError(
             f"AReaLite must run on Linux: got {sys.platform}. Use WSL2 on Windows, a container (Docker) elsewhere."
         )
+
+
+def exit_status_of(error: BaseException | None) -> int | None:
+    """Return the status by which a process ends on purpose with this error; None leaves it to Python."""
+    while error is not None:
+        if isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if isinstance(error, ConfigError | CheckpointError | LedgerError):
+            return REFUSED
+        is_of_torch = isinstance(error, RuntimeError) and not isinstance(error, AReaLiteError)
+        if is_of_torch and any(words in str(error) for words in _PEER_LOST):
+            return PEER_LOST
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return None

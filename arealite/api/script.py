@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-from arealite.api.errors import AReaLiteError, ConfigError
-from arealite.api.exit_status import exit_status_of
+from arealite.api.errors import AReaLiteError, ConfigError, exit_status_of
 from arealite.api.source_lines import SourceLine, lines_of_error, users_line
 
 TRACEBACK_VARIABLE = "AREALITE_TRACEBACK"

@@ -16,10 +16,9 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig, PPOConfig, SFTConfig, load_expr_config
-from arealite.api.config.legacy import Change, hint
+from arealite.api.config.legacy import Change, hint, without_placements
 from arealite.api.config.legacy import migrate as migrate_keys
 from arealite.api.config.loader import read_yaml
-from arealite.api.config.placements import spelled_out
 from arealite.api.config.schema import ConfigKey, config_keys
 from arealite.api.errors import ConfigError
 
@@ -104,7 +103,7 @@ def _migrated(given: Tree, keys: Mapping[str, ConfigKey]) -> _Migrated:
     level = logger.level
     logger.setLevel(logging.ERROR)  # the comments of the file say what changed
     try:
-        (tree,) = spelled_out({"": migrate_keys(given, keys, problems, changes)}, changes).values()
+        (tree,) = without_placements({"": migrate_keys(given, keys, problems, changes)}, changes).values()
     finally:
         logger.setLevel(level)
     new = _Migrated(tree, problems=problems)

@@ -21,8 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from arealite.api.errors import ConfigError
-from arealite.api.exit_status import NODE_LOST
+from arealite.api.errors import NODE_LOST, ConfigError
 from arealite.launcher.place.slurm import ask_slurm
 from arealite.launcher.plan.jobs import plan_lines
 from arealite.launcher.plan.plan import Run, cpus_and_mebibytes, refuse_workers

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from arealite.api.config.loader import given_value
-from arealite.api.errors import ConfigError
-from arealite.api.exit_status import REFUSED
+from arealite.api.errors import REFUSED, ConfigError
 from arealite.api.script import show_refusal
 from arealite.launcher import local, ray, slurm
 from arealite.utils.terminal import Parser

@@ -15,12 +15,21 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Annotated, Any, NoReturn
 
+from annotated_types import MinLen
+from omegaconf import OmegaConf
+from pydantic import TypeAdapter, ValidationError
+
+from arealite.api.config.launcher import Strategy
 from arealite.api.config.model import FrozenActorConfig, PPOActorConfig
+from arealite.api.config.rollout import InferenceEngineConfig
 from arealite.api.config.schema import ConfigKey
+from arealite.api.config.types import ConfigBase, PositiveInt, rule_of
 from arealite.api.errors import ConfigError
 from arealite.api.servers import KINDS
+
+Tree = dict[str, Any]
 
 logger = logging.getLogger("arealite.config")
 # All ranks of a run read the same config: only rank 0 logs warnings about it.
@@ -320,6 +329,98 @@ def _put(tree: dict[str, Any], key: str, value: Any, old: str) -> None:
     if name in tree:
         raise ConfigError(f"{key} must be given once: got it as {old} too. Remove {old}.")
     tree[name] = value
+
+
+class _Bundle(ConfigBase):
+    GPU: PositiveInt
+
+
+class _PlacementGroup(ConfigBase):
+    strategy: Strategy | None = None
+    bundles: Annotated[list[_Bundle], MinLen(1)]
+
+
+class _Call(ConfigBase):
+    placement_group: _PlacementGroup
+
+
+_CALLS = TypeAdapter(dict[str, _Call])
+_EXAMPLE = "placement_group: {strategy: PACK, bundles: [{GPU: 8}]}"
+
+
+def without_placements(sources: Mapping[str, Tree], changes: list[Change]) -> dict[str, Tree]:
+    """Return what was given, by place, with AReaL Core's mapping of `allocation_mode` as our string and `workers`.
+
+    `<role>_train` and `<role>_inf` are the workers of a role; `actor_gen` is the servers, of the kind that
+    `rollout.backend` names, or of its default. Raises ConfigError.
+    """
+    key = "allocation_mode"
+    given = {place: tree[key] for place, tree in sources.items() if key in tree}
+    if not any(isinstance(value, dict) for value in given.values()):
+        return dict(sources)
+    plain = {place: {name: tree[name] for name in tree if name != key} for place, tree in sources.items()}
+    *_, last = given
+    if not isinstance(given[last], dict):
+        plain[last][key] = given[last]
+        return plain
+    placements = OmegaConf.merge(*(value for value in given.values() if isinstance(value, dict)))
+    blocks = [tree["rollout"] for tree in sources.values() if isinstance(tree.get("rollout"), dict)]
+    backends = [block["backend"] for block in blocks if block.get("backend")]
+    mode, workers = _servers_and_workers(placements, (backends or [InferenceEngineConfig().backend])[-1])
+    for tree in sources.values():
+        blocks = tree["workers"] if isinstance(tree.get("workers"), dict) else {}
+        for role in workers.keys() & blocks.keys():
+            for name in ("ranks", "strategy", "share"):
+                if isinstance(blocks[role], dict) and name in blocks[role]:
+                    got = f"workers.{role}.{name} and {key}.{role}_train or {role}_inf"
+                    _fail(f"the workers of {role} must be given once", got, "Remove one.")
+    new = {f"workers.{role}.{name}": value for role, wish in workers.items() for name, value in wish.items()}
+    words = " ".join(f"{name}={value}" for name, value in new.items())
+    Change(key, {key: mode, **new}).report(changes, as_words=f"{mode} with {words}")
+    plain[last] = OmegaConf.to_container(OmegaConf.merge({key: mode, "workers": workers}, plain[last]))
+    return plain
+
+
+def _servers_and_workers(placements: Any, backend: str) -> tuple[str, dict[str, Tree]]:
+    """Return the string, and ranks and strategy by role."""
+    try:
+        calls = _CALLS.validate_python(OmegaConf.to_container(placements))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = ".".join(map(str, ("allocation_mode", *problem["loc"])))
+        _fail(f"{name} must be {rule_of(problem)}", problem["input"], f"Write {_EXAMPLE}.")
+    servers, workers = "", dict[str, Tree]()
+    for name, call in calls.items():
+        key, words = f"allocation_mode.{name}", re.fullmatch(r"(\w+)_(train|inf|gen)", name.replace("-", "_"))
+        if words is None or (words[2] == "gen" and words[1] != "actor"):
+            _fail("allocation_mode must name actor_gen, or calls such as actor_train and ref_inf", name, "Rename it.")
+        sizes, strategy = [bundle.GPU for bundle in call.placement_group.bundles], call.placement_group.strategy
+        if words[2] == "gen":
+            if backend not in KINDS:
+                got, change = f"{sum(sizes)} GPUs and {backend}", f"Set rollout.backend to one of {', '.join(KINDS)}."
+                _fail(f"{key} must be servers whose kind rollout.backend names", got, change)
+            servers = f"{backend}.d{sum(sizes)}p1t1+"
+            if strategy is not None:
+                logger.warning("%s.placement_group.strategy has no effect: servers fill the nodes in order.", key)
+            continue
+        if len(sizes) == 1:
+            strategy = "STRICT_PACK"  # a bundle never leaves a node
+        elif max(sizes) > 1 and strategy is not None and "SPREAD" in strategy:
+            change = "Use PACK, which fills node after node."
+            _fail(f"{key} must have bundles of 1 GPU with {strategy}, as each worker has one", sizes, change)
+        wish = {"ranks": sum(sizes), "strategy": strategy or "PACK"}
+        if workers.setdefault(words[1], wish) != wish:
+            rule = "must be the placement of the other call of its role, which has one group of workers"
+            _fail(f"{key} {rule}", f"{wish} and {workers[words[1]]}", f"Remove {name}.")
+    trained = next((role for role in ("actor", "model") if role in workers), None)
+    if trained is None:
+        change = f"Add actor_train: {{{_EXAMPLE}}}."
+        _fail("allocation_mode must place actor_train or model_train", ", ".join(calls) or "nothing", change)
+    return f"{servers}d{workers[trained]['ranks']}p1t1", workers
+
+
+def _fail(rule: str, got: Any, change: str) -> NoReturn:
+    raise ConfigError(f"{rule}: got {got}. {change}")
 
 
 def hint(name: str, keys: Mapping[str, ConfigKey]) -> str | None:

@@ -23,10 +23,9 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from arealite.api.config.experiment import BaseExperimentConfig
-from arealite.api.config.legacy import Change, guess, hint, migrate
-from arealite.api.config.placements import spelled_out
+from arealite.api.config.legacy import Change, Tree, guess, hint, migrate, without_placements
 from arealite.api.config.schema import ConfigKey, config_help, config_keys
-from arealite.api.config.types import MISSING
+from arealite.api.config.types import MISSING, rule_of
 from arealite.api.errors import ConfigError
 from arealite.api.script import refuse_import, show_errors_briefly
 from arealite.utils.terminal import until_reader_leaves
@@ -34,7 +33,6 @@ from arealite.utils.terminal import until_reader_leaves
 logger = logging.getLogger("arealite.config")
 
 ConfigT = TypeVar("ConfigT", bound=BaseExperimentConfig)
-Tree = dict[str, Any]
 Keys = dict[str, ConfigKey]
 Sources = dict[str, Tree]
 """Values by the place that they were given in, which an error names; later ones win."""
@@ -42,8 +40,6 @@ Sources = dict[str, Tree]
 _ABSENT = object()
 _MAX_DEPTH = 100  # of blocks in blocks
 _HEADER = "# from environment variables: "
-_IN_LISTS = {"missing": "given", "extra_forbidden": "left out"}
-"""Rules of keys of blocks in a list, by the type of pydantic's error; `_key_problems` judges all other keys."""
 _ARTICLES = {"block": "a ", "list": "a ", "number": "a ", "integer": "an "}
 
 
@@ -67,7 +63,7 @@ def load_expr_config(
     migrated = {
         place: migrate(values, keys, problems, changes, has_others=ignore_unknown) for place, values in given.items()
     }
-    sources = spelled_out(migrated, changes)
+    sources = without_placements(migrated, changes)
     for place, values in sources.items():
         problems += _key_problems(values, "", place, keys, ignore_unknown=ignore_unknown)
     if problems:
@@ -324,12 +320,11 @@ def _validate(config_cls: type[ConfigT], values: Tree, keys: Keys, sources: Sour
             source = config_cls.sources().get(name)
             if place is None and source in problems:
                 continue
-            rule = _IN_LISTS.get(problem["type"]) or problem["msg"].removeprefix("Input should be ")
-            rule = rule.removeprefix("Value error, ")
             change = f"Change it {place}." if place else f"It follows {source or 'its default'}; set it itself."
             doc = f" ({keys[name].doc})" if name in keys else ""
-            shown = ".".join(map(str, problem["loc"])) if problem["type"] in _IN_LISTS else name
-            lines.append(f"{shown} must be {rule}: got {problem['input']!r}. {change}{doc}")
+            is_in_list = problem["type"] in ("missing", "extra_forbidden")  # `_key_problems` judges all other keys
+            shown = ".".join(map(str, problem["loc"])) if is_in_list else name
+            lines.append(f"{shown} must be {rule_of(problem)}: got {problem['input']!r}. {change}{doc}")
         raise ConfigError("\n".join(lines)) from error
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Strict
+from pydantic_core import ErrorDetails
 
 MISSING = "???"
 """Value of a key that the user must give."""
@@ -58,6 +59,15 @@ Fraction = Annotated[float, Ge(0), Le(1), _NUMBER]
 PositiveFraction = Annotated[float, Gt(0), Le(1), _NUMBER]
 HalfOpenFraction = Annotated[float, Ge(0), Lt(1), _NUMBER]
 OpenFraction = Annotated[float, Gt(0), Lt(1), _NUMBER]
+
+
+_RULES = {"missing": "given", "extra_forbidden": "left out"}
+
+
+def rule_of(problem: ErrorDetails) -> str:
+    """Return what ends the sentence "<key> must be ..."."""
+    rule = _RULES.get(problem["type"], problem["msg"])
+    return rule.removeprefix("Input should be ").removeprefix("Value error, ")
 
 
 class ConfigBase(BaseModel):

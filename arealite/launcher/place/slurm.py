@@ -18,8 +18,7 @@ import time
 from collections.abc import Sequence
 
 from arealite.api.cli_args import BaseExperimentConfig, LauncherConfig
-from arealite.api.errors import ConfigError
-from arealite.api.exit_status import NODE_LOST
+from arealite.api.errors import NODE_LOST, ConfigError
 from arealite.inference.backends.program import ServerProgram
 from arealite.launcher.place.local import READ_BYTES
 from arealite.launcher.place.relay import RelayPlace, RelaySlot

@@ -14,8 +14,7 @@ import yaml
 
 from arealite.api.cli_args import to_yaml
 from arealite.api.config.run import load_run_config
-from arealite.api.errors import ConfigError, require_linux
-from arealite.api.exit_status import NODE_LOST, REFUSED
+from arealite.api.errors import NODE_LOST, REFUSED, ConfigError, require_linux
 from arealite.api.run_folder import OF_TRIAL, RunFolder
 from arealite.api.script import show_refusal
 from arealite.launcher.place.base import Place

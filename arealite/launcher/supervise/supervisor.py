@@ -1,7 +1,7 @@
 """Runs the jobs of a run until a failure, a signal or the trainer's end, then ends all of them within seconds.
 
 A `Place` decides where a job runs. A server that ends before it was ready ends the run; one that ends later is
-restarted while the others serve. A job's exit status alone says why it ended (`api.exit_status`).
+restarted while the others serve. A job's exit status alone says why it ended (`api.errors`).
 """
 
 import asyncio
@@ -13,8 +13,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from arealite.api.errors import ConfigError
-from arealite.api.exit_status import NODE_LOST, PEER_LOST, REFUSED, SERVER_FAILED, STALLED
+from arealite.api.errors import NODE_LOST, PEER_LOST, REFUSED, SERVER_FAILED, STALLED, ConfigError
 from arealite.launcher.place.base import NodeLostError, Place, Slot
 from arealite.launcher.plan.jobs import server_job, trainer_job
 from arealite.launcher.plan.plan import Placement, Run, setup_timeout_s, trains

@@ -85,7 +85,7 @@ def test_the_command_line_changes_a_placement_or_replaces_all(tmp_path: Path) ->
 
 PLACEMENTS = [
     (["rollout.backend=tgi"], "allocation_mode.actor_gen", "2 GPUs and tgi"),
-    (["workers.actor=2"], "workers.actor", "2"),
+    (["workers.actor=2"], "workers.actor", "2 on the command line"),
     ([placed("actor", 1)], "allocation_mode", "actor"),
     ([placed("ref_gen", 1)], "allocation_mode", "ref_gen"),
     (
@@ -98,13 +98,13 @@ PLACEMENTS = [
     (["allocation_mode.ref_inf.placement_group.bundles=[]"], "allocation_mode.ref_inf.placement_group.bundles", "[]"),
     (
         ["allocation_mode.actor_train.placement_group.bundles=[{GPU: 8, CPU: 32}]"],
-        "allocation_mode.actor_train.placement_group.bundles",
-        "CPU",
+        "allocation_mode.actor_train.placement_group.bundles.0.CPU",
+        "32",
     ),
     (
         ["allocation_mode.actor_train.placement_group.bundles=[{GPU: 0.5}]"],
-        "GPU of each bundle in allocation_mode.actor_train",
-        "[0.5]",
+        "allocation_mode.actor_train.placement_group.bundles.0.GPU",
+        "0.5",
     ),
     ([placed("actor_train", 8, 8, strategy="STRICT_SPREAD")], "allocation_mode.actor_train", "[8, 8]"),
     (

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from arealite.api.config.run import load_run_config
-from arealite.api.errors import ConfigError
-from arealite.api.exit_status import SERVER_FAILED
+from arealite.api.errors import SERVER_FAILED, ConfigError
 from arealite.launcher.place.base import Job
 from arealite.launcher.place.local import LocalPlace, LocalSlot
 from arealite.launcher.plan.plan import Placement, Run, make_plan

@@ -8,8 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from arealite.api.errors import CheckpointError, ConfigError, LedgerError, UnreachableError
-from arealite.api.exit_status import PEER_LOST, REFUSED, exit_status_of
+from arealite.api.errors import (
+    PEER_LOST,
+    REFUSED,
+    CheckpointError,
+    ConfigError,
+    LedgerError,
+    UnreachableError,
+    exit_status_of,
+)
 
 RESET = "[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"
 
