@@ -78,7 +78,7 @@ CEILINGS = {
     "code of a GRPO run": 18082,
     "import depth": 19,
     "keys of a GRPO config": 357,
-    "lines of pages": 5806,
+    "lines of pages": 5804,
     "lines of README.md": 129,
 }
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 600
