@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import ray
 import torch
+from ray.exceptions import ObjectLostError
 from tensordict import TensorDict
 
 from arealite.utils.tensors import ABSENT, RAGGED, concat_padded_tensors, real_entries
@@ -203,3 +205,23 @@ class RemoteBatch(UserDict[str, Column]):
 
     def __missing__(self, key: str) -> Column:
         raise KeyError(f"a batch must have {key!r}: got {sorted(self)}")
+
+
+def fetch(column: Column, batch: RemoteBatch) -> torch.Tensor:
+    """Return a column as a tensor of the whole batch, with rows in the order before scattering."""
+    columns = batch.select([column.key])
+    columns[column.key] = column
+    layout = columns.layout()
+    parts = restored(layout.values(), zip(*map(_fetched, layout)))
+    rows = torch.tensor([row for part in batch.order for row in part], dtype=torch.long)
+    return join(parts)[column.key][rows.argsort()]
+
+
+def _fetched(pieces: Pieces) -> list[Any]:
+    """Return the pieces; those lost with a node are recomputed."""
+    while True:
+        references = pieces.result()
+        try:
+            return list(ray.get(references))
+        except ObjectLostError as error:
+            pieces.report_lost(error.object_ref_hex)

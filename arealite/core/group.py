@@ -21,14 +21,14 @@ from ray.util.placement_group import remove_placement_group
 
 from arealite.api.errors import GroupLostError
 from arealite.core.batch import CHANGED, Pieces, RemoteBatch
-from arealite.core.drawing import CallState
-from arealite.core.records import CallRecord
+from arealite.core.records import CallRecord, CallState
 from arealite.core.worker import Call, GroupSpec, Outcome
 from arealite.core.world import PLACE_S, LossError, World, place
 from arealite.launcher.place.ray import last_line
 
 logger = logging.getLogger("arealite.core")
 
+_SNAPSHOT = Call("snapshot", "", "snapshot")  # begins a step
 _CLOSE_S = 30.0  # in which the thread must notice that its workers are gone
 
 
@@ -40,7 +40,6 @@ class Task:
     step: int
     pieces: Pieces = field(default_factory=Pieces)  # outputs of each part
     values: Future[list[Outcome]] = field(default_factory=Future)  # outcomes of all ranks
-    begins: bool = False
     num_attempts: int = 0
     is_done: bool = False
     state: CallState = field(default_factory=CallState)
@@ -97,12 +96,9 @@ class WorkerGroup:
         """Create the engine of a role on every rank."""
         return self.submit(Call(f"{role}.make", role, make, redo="always", makes=True, timeout_s=PLACE_S))
 
-    def submit(self, call: Call, *, begins: bool = False) -> Task:
-        """Queue a call, which every rank runs in its turn once its inputs exist; return at once.
-
-        A call that `begins` a step takes the snapshot to which the group goes back if it is lost later.
-        """
-        task = Task(call, self.step, Pieces(make_again=self._make_again), begins=begins)
+    def submit(self, call: Call) -> Task:
+        """Queue a call, which every rank runs in its turn once its inputs exist; return at once."""
+        task = Task(call, self.step, Pieces(make_again=self._make_again))
         with CHANGED:
             if self._error is not None:
                 task.fail(self._error)
@@ -112,9 +108,9 @@ class WorkerGroup:
         return task
 
     def begin_step(self, step: int) -> None:
-        """Begin a step: take a snapshot after the calls so far."""
+        """Begin a step: after the calls so far, take a snapshot from which new workers replay the step."""
         self.step = step
-        self.submit(Call("snapshot", "", "snapshot"), begins=True)
+        self.submit(_SNAPSHOT)
 
     def note_checkpoint(self) -> None:
         """Reset the count of restarts: the run would resume from this checkpoint."""
@@ -139,7 +135,9 @@ class WorkerGroup:
         try:
             while self._error is None:
                 try:
-                    self._do_next()
+                    if self._world is None:
+                        self._form_world()
+                    self._do(self._next_task())
                 except LossError as loss:
                     if self._error is None:
                         self._judge(loss)
@@ -147,24 +145,17 @@ class WorkerGroup:
         except BaseException as error:
             self._end(error)
 
-    def _do_next(self) -> None:
-        """Wait for the next pending task and run it."""
-        if self._world is None:
-            self._form_world()
+    def _next_task(self) -> Task:
+        """Wait for a pending task and return it."""
         with CHANGED:
-            self._wait_for(self._next)
-            task = self._next()
-        assert task is not None, "it was waited for"
-        self._do(task)
+            self._wait_for(lambda: not all(task.is_done for task in self._tasks))
+            return next(task for task in self._tasks if not task.is_done)
 
-    def _wait_for(self, is_there: Callable[[], object]) -> None:
+    def _wait_for(self, condition: Callable[[], bool]) -> None:
         """Wait until the condition holds, with CHANGED held; raise a loss or error set by another thread."""
-        CHANGED.wait_for(lambda: self._loss or self._error or is_there())
+        CHANGED.wait_for(lambda: self._loss or self._error or condition())
         if (failure := self._loss or self._error) is not None:
             raise failure
-
-    def _next(self) -> Task | None:
-        return next((task for task in self._tasks if not task.is_done), None)
 
     def _end(self, error: BaseException) -> None:
         """Fail all pending and future calls with `error`."""
@@ -179,13 +170,13 @@ class WorkerGroup:
         """Run a call and publish its result."""
         call, world = task.call, self._world
         assert world is not None, "a world is formed first"
-        if task.begins:
+        if call is _SNAPSHOT:
             self._take_snapshot(task, world)
             return
         try:
             layout, references = self._inputs(call)
             if call.life not in (None, self.num_respawns):
-                raise _agreed(GroupLostError(f"{call.name} must have the workers that it was made for: others came"))
+                raise GroupLostError(f"{call.name} must run on the workers that it was made for: they were replaced")
             task.num_attempts += 1
             self.num_replayed += task.num_attempts > 1
             begin = time.time()
@@ -316,7 +307,7 @@ class WorkerGroup:
             for task in self._tasks:
                 task.is_done = False
         for task in cut_off:  # before the workers stop, so that the peer sees the cause, not a reset connection
-            task.fail(_agreed(GroupLostError(f"{task.call.name} must not lose its workers: {loss}")))
+            task.fail(GroupLostError(f"{task.call.name} must not lose its workers: {loss}"))
         if world is not None:
             world.kill()
         self.num_respawns += self.spec.num_ranks
@@ -324,10 +315,4 @@ class WorkerGroup:
     def _final(self, loss: LossError, when: str) -> GroupLostError:
         """Return the error that ends the run."""
         what = f"group {self.spec.name} must keep its workers: got {loss}, {when}. Look at {self.spec.log(loss.rank)}."
-        return _agreed(GroupLostError(what))
-
-
-def _agreed(error: GroupLostError) -> GroupLostError:
-    """Mark an error as raised on every rank: the master has only one."""
-    vars(error)["is_agreed"] = True
-    return error
+        return GroupLostError(what)

@@ -22,6 +22,7 @@ from arealite.core.names import named
 from arealite.core.page import Progress, write_page
 from arealite.core.records import CallLog, summary
 from arealite.core.sources import Episodes, MakeWorkflow, Rows
+from arealite.core.worker import Call
 from arealite.core.workers import Workers
 from arealite.trainer.recover import Recover
 from arealite.trainer.saver import Saver
@@ -120,8 +121,7 @@ class Master:
         If several calls return the same metric, all but the first get the role as prefix.
         """
         calls = [call for call in self.graph.order() if not call.is_source]
-        tasks: dict[str, Task] = {}
-        self._tasks = tasks
+        tasks = self._tasks = dict[str, Task]()
         for call in calls:
             tasks[call.name] = self._submit(call, batch, tasks)
         metrics: dict[str, float] = {}
@@ -138,15 +138,16 @@ class Master:
         assert call.run is not None, "only a source has no function"
         name = call.run.__name__
         run = name if getattr(self.graph.engines[call.role], name, None) is call.run else call.run
-        task = self.engines[call.role].submit(
+        remote_call = Call(
+            call.name,
+            call.role,
             run,
-            batch,
-            call.inputs_among(batch.keys()),
-            name=call.name,
             kwargs=call.kwargs,
+            batch=batch.select(call.inputs_among(batch.keys())),
             output=call.outputs[0] if len(call.outputs) == 1 else None,
             after=[tasks[name].pieces for name in call.after],
         )
+        task = self.engines[call.role].group.submit(remote_call)
         for key in call.outputs:
             plain = key.removesuffix("?")
             batch[plain] = Column(task.pieces, plain, task.values if key.endswith("?") else None)
@@ -175,9 +176,8 @@ class Master:
         progress.incidents = self.workers.incidents
 
         def write() -> None:
-            progress.states = {
-                name: task.state for name, task in [*self._tasks.items()]
-            }  # the loop adds tasks meanwhile
+            tasks = [*self._tasks.items()]  # the loop adds tasks meanwhile
+            progress.states = {name: task.state for name, task in tasks}
             progress.machines = {group.spec: group.machines for group in self.workers.groups}
             write_page(RunFolder(self.config), progress, now=time.time())
 

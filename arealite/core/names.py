@@ -13,8 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from arealite.api.errors import require
-from arealite.core import declaration
-from arealite.core.graph import DataFlowGraph, ModelFunctionCall
+from arealite.core.graph import DataFlowGraph, ModelFunctionCall, check_role, unique_words
 from arealite.reward.functions import load_named
 from arealite.utils.terminal import listed, nearest
 
@@ -77,7 +76,7 @@ class GraphBuilder:
         for one in (src, dst):
             known = self._definitions.setdefault(one.name, one)
             require(known == one, f"each call must have one definition: got {known} and {one}. Correct one of them.")
-        flow = declaration.words(sorted(keys) if isinstance(keys, Set) else keys, f"keys from {src.name} to {dst.name}")
+        flow = unique_words(sorted(keys) if isinstance(keys, Set) else keys, f"keys from {src.name} to {dst.name}")
         require(
             dst.role != "rollout",
             f"call {dst.name} must be given no keys, as episodes begin with a row of train_dataset: got "
@@ -109,7 +108,7 @@ class GraphBuilder:
         return ModelFunctionCall(one.name, one.role, str(one.interface_type), run, *keys, one.func_kwargs)  # type: ignore[arg-type]
 
     def _function(self, one: MFCDef) -> Callable[..., Any]:
-        declaration.check_role(one.name, one.role, self._engines)
+        check_role(one.name, one.role, self._engines)
         engine = self._engines[one.role]
         if one.model_function_name not in _REGISTERED["mfc"] and hasattr(engine, one.model_function_name):
             return getattr(engine, one.model_function_name)

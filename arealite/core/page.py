@@ -12,9 +12,8 @@ from pathlib import Path
 
 from arealite import viewer
 from arealite.api.run_folder import RunFolder
-from arealite.core.drawing import CallState, clock, svg
-from arealite.core.graph import DataFlowGraph
-from arealite.core.records import CallRecord, Summary, summary
+from arealite.core.graph import DataFlowGraph, ModelFunctionCall
+from arealite.core.records import CallRecord, CallState, Summary, summary
 from arealite.launcher.plan.layout import Group
 from arealite.utils.files import write_atomically
 
@@ -36,6 +35,27 @@ _CSS = """
 .groups :is(th, td):nth-child(2n) { text-align: left; }
 .incidents :is(th, td) { text-align: left; }
 .incidents td + td { width: 100%; white-space: normal; overflow-wrap: anywhere; }
+"""
+
+# The drawing of the graph; colours are CSS variables of the page, with defaults for a drawing on its own.
+COLUMN_GAP, ROW_GAP, BOX_WIDTH, BOX_HEIGHT, MARGIN = 56, 20, 216, 74, 8
+NAME_WIDTH = 8.5  # of a letter
+SIGNS = {"waiting": "○", "running": "▶", "done": "✓", "replayed": "↻"}
+
+STYLE = """
+.graph text { font-size: 13px; fill: var(--soft, #5d6675); }
+.graph .name { font-size: 14px; font-weight: 600; fill: var(--ink, #1b1f27); }
+.graph rect { fill: var(--panel, #ffffff); stroke: var(--faint, #c3c9d4); stroke-width: 1.5; }
+.graph path { fill: none; stroke: var(--soft, #5d6675); stroke-width: 1.3; }
+.graph path.after { stroke-dasharray: 2 4; }
+.graph .head { fill: var(--soft, #5d6675); stroke: none; }
+.graph .waiting rect { stroke-dasharray: 5 4; }
+.graph .running rect { stroke: var(--blue, #3a6fd8); stroke-width: 3; }
+.graph .running .state { fill: var(--blue, #3a6fd8); font-weight: 600; }
+.graph .done rect { stroke: var(--green, #238a5c); }
+.graph .done .state { fill: var(--green, #238a5c); }
+.graph .replayed rect { stroke: var(--orange, #d17a1f); stroke-width: 2.5; stroke-dasharray: 12 3; }
+.graph .replayed .state { fill: var(--orange, #d17a1f); }
 """
 
 
@@ -73,7 +93,7 @@ def render(run: RunFolder, progress: Progress, *, now: float) -> str:
     folder = run.path.resolve()
     title = escape(f"{folder.parent.name} / {folder.name}")
     lead = f"Step {progress.step} {'was the last' if progress.is_finished else 'is running'}. "
-    lead += f"This page was written on {_date(now)} at {clock(now)}."
+    lead += f"This page was written on {_date(now)} at {_clock(now)}."
     reload = "" if progress.is_finished else f'<meta http-equiv="refresh" content="{RELOAD_S}">'
     calls = progress.calls  # a thread draws what the master replaces
     last = summary(calls, [group.name for group in progress.machines]) if calls else None
@@ -113,6 +133,63 @@ def _section(heading: str, content: str) -> str:
     return f"<section><h2>{heading}</h2>{content}</section>"
 
 
+def svg(graph: DataFlowGraph, states: Mapping[str, CallState]) -> str:
+    """Draw the graph in columns from left to right, by the longest path to a call; a call without a state waits."""
+    width = max(BOX_WIDTH, 28 + NAME_WIDTH * max(len(call.name) for call in graph.calls))
+    depths: dict[str, int] = {}
+    columns: dict[int, list[str]] = {}
+    for call in graph.order():
+        depth = depths[call.name] = max((depths[name] + 1 for name in graph.needs[call.name]), default=0)
+        columns.setdefault(depth, []).append(call.name)
+    pitch, num_rows = BOX_HEIGHT + ROW_GAP, max(map(len, columns.values()))
+    corners = {
+        name: (MARGIN + column * (width + COLUMN_GAP), MARGIN + pitch * (row + (num_rows - len(names)) / 2))
+        for column, names in columns.items()
+        for row, name in enumerate(names)
+    }
+    right = 2 * MARGIN + len(columns) * (width + COLUMN_GAP) - COLUMN_GAP
+    bottom = 2 * MARGIN + num_rows * pitch - ROW_GAP
+    lines = [
+        f'<svg class="graph" xmlns="http://www.w3.org/2000/svg" role="img" aria-label="dataflow graph" '
+        f'width="{right:g}" height="{bottom:g}" viewBox="0 0 {right:g} {bottom:g}" font-family="sans-serif">',
+        f"<style>{STYLE}</style>",
+        '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" '
+        'markerUnits="userSpaceOnUse" orient="auto"><path class="head" d="M0 0 8 4 0 8z"/></marker></defs>',
+    ]
+    for before, name, keys in graph.edges():
+        title = escape(f"{before} to {name}: {', '.join(keys) or 'order only'}")
+        kind = "" if keys else ' class="after"'
+        (x, y), (end_x, end_y) = corners[before], corners[name]
+        x, y, end_y, middle = x + width, y + BOX_HEIGHT / 2, end_y + BOX_HEIGHT / 2, (x + width + end_x) / 2
+        curve = f"M{x:g} {y:g}C{middle:g} {y:g} {middle:g} {end_y:g} {end_x:g} {end_y:g}"
+        lines.append(f'<path{kind} marker-end="url(#head)" d="{curve}"><title>{title}</title></path>')
+    for call in graph.order():  # boxes cover the edges that pass behind them
+        lines.append(_box(call, states.get(call.name, CallState()), *corners[call.name], width))
+    return "\n".join([*lines, "</svg>"])
+
+
+def _box(call: ModelFunctionCall, state: CallState, left: float, top: float, width: float) -> str:
+    lines = [
+        ("name", call.name),
+        ("kind", f"{call.role} · {call.interface}"),
+        ("state", f"{SIGNS[state.status]} {_progress(state)}"),
+    ]
+    texts = "".join(
+        f'<text class="{kind}" x="{left + 14:g}" y="{top + 19 * row + 22.5:g}">{escape(text)}</text>'
+        for row, (kind, text) in enumerate(lines)
+    )
+    rect = f'<rect x="{left:g}" y="{top:g}" width="{width:g}" height="{BOX_HEIGHT}" rx="8"/>'
+    return f'<g class="{state.status}" data-call="{call.name}">{rect}{texts}</g>'
+
+
+def _progress(state: CallState) -> str:
+    if state.begin is None:
+        return "waiting"
+    if state.end is None:
+        return f"running since {_clock(state.begin)}"
+    return f"{state.status} in {state.end - state.begin:.1f} s"
+
+
 def _cards(calls: Sequence[CallRecord], last: Summary) -> str:
     """Return the numbers of the last finished step."""
     num_again = sum(call.attempt > 1 for call in calls)
@@ -137,8 +214,8 @@ def _groups(progress: Progress, last: Summary | None) -> str:
 def _incidents(incidents: Sequence[Incident]) -> str:
     if not incidents:
         return '<p class="note">None so far.</p>'
-    newest = sorted(incidents, key=lambda one: one.time, reverse=True)
-    rows = [(f"{_date(one.time)} {clock(one.time)}", one.text) for one in newest]
+    newest = sorted(incidents, key=lambda incident: incident.time, reverse=True)
+    rows = [(f"{_date(incident.time)} {_clock(incident.time)}", incident.text) for incident in newest]
     return _table([("time", "what happened"), *rows], kind="incidents")
 
 
@@ -164,15 +241,15 @@ def _timeline(calls: Sequence[CallRecord], last: Summary) -> str:
         x = zero + second * scale
         lines.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height - ROW_HEIGHT}"/>')
         lines.append(f'<text class="soft" text-anchor="middle" x="{x:.1f}" y="{height - 8}">{second:g} s</text>')
-    for row, call in enumerate(sorted(calls, key=lambda one: one.begin)):
+    for row, call in enumerate(sorted(calls, key=lambda call: call.begin)):
         left, length = zero + (call.begin - start) * scale, max(2.0, call.seconds * scale)
         y = row * ROW_HEIGHT
-        told = f"{call.seconds:.2f} s" + (f", attempt {call.attempt}" if call.attempt > 1 else "")
+        duration = f"{call.seconds:.2f} s" + (f", attempt {call.attempt}" if call.attempt > 1 else "")
         lines += [
             f'<g class="{"again" if call.attempt > 1 else "first"}" data-call="{escape(call.call)}">',
             f'<text x="0" y="{y + 17}">{escape(call.call)} <tspan class="soft">{escape(call.group)}</tspan></text>',
             f'<rect x="{left:.1f}" y="{y + 5}" width="{length:.1f}" height="{ROW_HEIGHT - 10}" rx="3"/>',
-            f'<text class="soft" x="{left + length + 6:.1f}" y="{y + 17}">{told}</text></g>',
+            f'<text class="soft" x="{left + length + 6:.1f}" y="{y + 17}">{duration}</text></g>',
         ]
     return "\n".join([*lines, "</svg>"])
 
@@ -186,3 +263,8 @@ def _ticks(seconds: float) -> list[float]:
 
 def _date(time: float) -> str:
     return f"{datetime.fromtimestamp(time):%Y-%m-%d}"
+
+
+def _clock(time: float) -> str:
+    """Return the local time of day of unix seconds."""
+    return f"{datetime.fromtimestamp(time):%H:%M:%S}"

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Literal
 
 from arealite.utils.files import keep_rows, read_jsonl, reading, writing
 
@@ -31,6 +32,17 @@ class CallRecord:
     @property
     def seconds(self) -> float:
         return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class CallState:
+    """State of a call in the current step; times in unix seconds."""
+
+    status: Literal["waiting", "running", "done", "replayed"] = "waiting"
+    begin: float | None = None
+    """Given unless the call is waiting."""
+    end: float | None = None
+    """Given if the call is done or replayed."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +73,7 @@ class CallLog:
 
 def read_calls(path: Path) -> list[CallRecord]:
     """Return the records of a file; without a file there are none."""
-    names = [one.name for one in fields(CallRecord)]
+    names = [field.name for field in fields(CallRecord)]
     with reading(path):
         rows = [{name: row[name] for name in names} for row in read_jsonl(path)]
         return [CallRecord(**row | {"machines": tuple(row["machines"])}) for row in rows]
@@ -71,7 +83,7 @@ def summary(calls: Sequence[CallRecord], groups: Iterable[str]) -> Summary:
     """Sum up one or more calls of a step, which these groups of workers ran."""
     begin = min(call.begin for call in calls)
     end = max(begin + 1e-3, *(call.end for call in calls))
-    idle = {group: 1.0 - _busy_s(one for one in calls if one.group == group) / (end - begin) for group in groups}
+    idle = {group: 1.0 - _busy_s(call for call in calls if call.group == group) / (end - begin) for group in groups}
     return Summary(begin, end, overlap(calls), sum(call.moved_mib for call in calls), idle)
 
 
@@ -84,7 +96,7 @@ def overlap(records: Sequence[CallRecord]) -> float:
 def _busy_s(records: Iterable[CallRecord]) -> float:
     """Return the seconds in which any of the calls ran."""
     total, reached = 0.0, float("-inf")
-    for record in sorted(records, key=lambda one: one.begin):
+    for record in sorted(records, key=lambda record: record.begin):
         total += max(0.0, record.end - max(record.begin, reached))
         reached = max(reached, record.end)
     return total

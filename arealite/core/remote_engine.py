@@ -11,7 +11,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from tensordict import TensorDict
 
 from arealite.api.errors import CheckpointError, GroupLostError
 from arealite.api.io_struct import FinetuneSpec, FrozenWeights, ParamSpec, SaveLoadMeta, WeightUpdateMeta
-from arealite.core.batch import Column, RemoteBatch
+from arealite.core.batch import Column, RemoteBatch, fetch
 from arealite.core.group import Task, WorkerGroup
 from arealite.core.worker import Call, Outcome, Redo, RoleName, Run
 from arealite.engine.checkpointing import WRITE_TIMEOUT_S
@@ -34,14 +34,19 @@ from arealite.utils.network import hold_port, port_of
 _POLL_S = 0.5
 _UPLOAD_TIMEOUTS = 2  # timeouts of an update within which workers must send: one to meet the servers, one to send
 
-if TYPE_CHECKING:
-    from arealite.core.workers import Workers
+
+class Scatterer(Protocol):
+    """Sends batches to workers and begins the steps of all groups, as `Workers` does."""
+
+    def scatter(self, batch: TensorDict) -> RemoteBatch: ...
+
+    def note_step(self, step: int) -> None: ...
 
 
 class RemoteEngine:
     """Runs the methods of a role's engine on its group. `call` runs any method that has no stub here."""
 
-    def __init__(self, workers: Workers, group: WorkerGroup, role: str, make: Callable[[], Any], config: Any) -> None:
+    def __init__(self, workers: Scatterer, group: WorkerGroup, role: str, make: Callable[[], Any], config: Any) -> None:
         self.config = config
         self.role, self.group = role, group
         self._workers = workers
@@ -151,12 +156,12 @@ class RemoteEngine:
         task = self.submit(run, home, keys, args=args, kwargs=kw, output=output or None)
         if output:
             column = Column(task.pieces, output)
-            return column if home is batch else self._workers.fetch(column, home)
+            return column if home is batch else fetch(column, home)
         outcome = self.wait(task)
         for key in outcome.made:
             home[key] = Column(task.pieces, key)
             if isinstance(batch, TensorDict):
-                batch[key] = self._workers.fetch(home[key], home)
+                batch[key] = fetch(home[key], home)
         return outcome.value
 
     def submit(

@@ -20,7 +20,6 @@ from arealite.api.script import users_code
 from arealite.core.batch import Piece, Pieces, RemoteBatch, cut, join, pack, restored
 from arealite.launcher.plan.layout import Group
 from arealite.utils import heartbeat, trace
-from arealite.utils.distributed import is_agreed
 from arealite.utils.network import hold_port, host_ip, port_of
 
 Run = str | Callable[..., Any]
@@ -63,7 +62,6 @@ class Outcome:
     made: tuple[str, ...] = ()
     num_bytes: int = 0  # received and made
     error: BaseException | None = None
-    is_agreed: bool = False
     trace: str = ""
     """Lines of the user's code in the error's traceback."""
 
@@ -117,7 +115,7 @@ class Worker:
         except Exception as error:  # other ranks must not wait for this rank
             traceback.print_exc()
             where = [*users_code(error), f"  the whole traceback: {self._log}"]
-            outcome = Outcome(error=portable(error), is_agreed=is_agreed(error), trace="\n".join(where))
+            outcome = Outcome(error=portable(error), trace="\n".join(where))
         packed = _pickled(outcome)
         heartbeat.tick()
         return [packed, *results] if results else packed
@@ -193,12 +191,12 @@ def _pickled(outcome: Outcome) -> bytes:
 
 
 def portable(error: BaseException) -> BaseException:
-    """Return the error if it can be pickled, else a RuntimeError with its text and notes."""
+    """Return the error if it can be pickled, else a RuntimeError with its text and attributes such as notes."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # its class may raise anything
         plain = RuntimeError(f"{type(error).__name__}: {error}")
-        vars(plain)["__notes__"] = getattr(error, "__notes__", [])
+        vars(plain).update({name: vars(error)[name] for name in ("__notes__", "is_agreed") if name in vars(error)})
         return plain
     return error
 

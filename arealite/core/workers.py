@@ -14,7 +14,6 @@ from typing import Any, Self, TypeVar, cast
 
 import ray
 import torch
-from ray.exceptions import ObjectLostError
 from tensordict import TensorDict
 
 from arealite.api.cli_args import BaseExperimentConfig, WorkersConfig
@@ -22,13 +21,12 @@ from arealite.api.config.checks import check_workers
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.core.batch import Column, Pieces, RemoteBatch, join, pack, restored
+from arealite.core.batch import Column, Pieces, RemoteBatch, fetch, pack
 from arealite.core.group import WorkerGroup
 from arealite.core.page import Incident
 from arealite.core.records import CallRecord
 from arealite.core.remote_engine import RemoteEngine
-from arealite.core.rollouts.worker import RolloutSpec
-from arealite.core.rollouts.workers import RolloutWorkers
+from arealite.core.rollouts import RolloutSpec, RolloutWorkers
 from arealite.core.worker import GroupSpec
 from arealite.engine.fsdp_engine import COLLECTIVE_TIMEOUT_S
 from arealite.engine.ppo.actor import TOKENS
@@ -162,6 +160,8 @@ class Workers:
 
     # Batches
 
+    fetch = staticmethod(fetch)
+
     @property
     def num_parts(self) -> int:
         """Parts of a batch: the ranks of the largest group, started or not."""
@@ -193,22 +193,3 @@ class Workers:
             for key in keys:
                 remote[key] = Column(pieces, key)
         return remote
-
-    def fetch(self, column: Column, batch: RemoteBatch) -> torch.Tensor:
-        """Return a column as a tensor of the whole batch, with rows in the order before scattering."""
-        columns = batch.select([column.key])
-        columns[column.key] = column
-        layout = columns.layout()
-        parts = restored(layout.values(), zip(*map(_fetched, layout)))
-        rows = torch.tensor([row for part in batch.order for row in part], dtype=torch.long)
-        return join(parts)[column.key][rows.argsort()]
-
-
-def _fetched(pieces: Pieces) -> list[Any]:
-    """Return the pieces; those lost with a node are recomputed."""
-    while True:
-        references = pieces.result()
-        try:
-            return list(ray.get(references))
-        except ObjectLostError as error:
-            pieces.report_lost(error.object_ref_hex)

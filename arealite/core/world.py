@@ -24,6 +24,7 @@ from arealite.api.errors import GroupLostError
 from arealite.core.worker import Call, GroupSpec, Outcome, Worker
 from arealite.launcher.place.ray import last_line
 from arealite.utils import heartbeat
+from arealite.utils.distributed import is_agreed, mark_agreed
 
 logger = logging.getLogger("arealite.core")
 
@@ -170,11 +171,11 @@ class World:
                 outcomes[reference] = self._outcome(call, rank, reference)
                 if outcomes[reference].error is not None and failed is None:
                     failed = rank
-                    patience_s = _AGREE_S if outcomes[reference].is_agreed else _DEATH_S
+                    patience_s = _AGREE_S if is_agreed(outcomes[reference].error) else _DEATH_S
                     deadline = min(deadline, time.monotonic() + patience_s)
         if failed is not None:
             kinds = {type(outcome.error) for outcome in outcomes.values()}
-            is_of_all = not left and (outcomes[references[failed]].is_agreed or len(kinds) == 1)
+            is_of_all = not left and (is_agreed(outcomes[references[failed]].error) or len(kinds) == 1)
             raise self._failure(call, failed, outcomes[references[failed]], is_of_all=is_of_all)
         return [outcomes[reference] for reference in references]
 
@@ -198,8 +199,7 @@ class World:
         assert error is not None
         error.add_note(f"in {call.name} on a worker of group {self.spec.name}:\n{outcome.trace}")
         if is_of_all:
-            vars(error)["is_agreed"] = True
-            return error
+            return mark_agreed(error)
         what = f"rank {rank} failed alone in {call.name} with {type(error).__name__}: {error}"
         loss = LossError(what, rank=rank, is_of_code=True)
         loss.__cause__ = error

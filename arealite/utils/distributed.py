@@ -29,6 +29,7 @@ from arealite.utils import heartbeat
 from arealite.utils.network import LOOPBACK, address_toward, host_ip, interface_of
 
 T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
 
 MEETING_TIMEOUT_S = 1800.0  # how long ranks wait for the last one at the start, which may still download its data set
 NODE_TIMEOUT_S = 30.0
@@ -264,10 +265,15 @@ def raise_on_every_rank(error: Exception | None, group: dist.ProcessGroup | None
     foreign = (RuntimeError(f"rank {rank} failed: {text}") for rank, text in enumerate(texts) if text is not None)
     failure = error or next(foreign, None)
     if failure is not None:
-        vars(failure)["is_agreed"] = True
-        raise failure
+        raise mark_agreed(failure)
 
 
-def is_agreed(error: BaseException) -> bool:
-    """Tell whether every rank has raised with this error; at any other the rest may wait until this process ends."""
+def mark_agreed(error: E) -> E:
+    """Mark an error that every rank raises together."""
+    vars(error)["is_agreed"] = True
+    return error
+
+
+def is_agreed(error: BaseException | None) -> bool:
+    """Return True if every rank raises with this error; after another, the rest may wait for this rank."""
     return getattr(error, "is_agreed", False)

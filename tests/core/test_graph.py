@@ -15,8 +15,9 @@ from testing_graphs import ENGINES, PPO, ROLLOUT, TOKENS, Actor, Critic, ppo
 
 from arealite.api.cli_args import PPOConfig, load_expr_config
 from arealite.api.errors import ConfigError
-from arealite.core.drawing import CallState, svg
 from arealite.core.graph import MFC, DataFlowGraph
+from arealite.core.page import svg
+from arealite.core.records import CallState
 
 
 def free(engine: object, batch: Any) -> None:

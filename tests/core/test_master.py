@@ -48,10 +48,13 @@ def test_a_config_without_workers_is_refused() -> None:
 
 
 class Trained:
-    """An engine whose calls have ended."""
+    """An engine whose calls have ended, and its group."""
 
-    def submit(self, run: str, batch: RemoteBatch, keys: tuple[str, ...], *, name: str, **more: Any) -> Task:
-        task = Task(Call(name, "actor", run), step=0)
+    def __init__(self) -> None:
+        self.group = self
+
+    def submit(self, call: Call) -> Task:
+        task = Task(call, step=0)
         task.succeed([Outcome(value={"policy/loss": 0.5})], [])
         return task
 

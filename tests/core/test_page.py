@@ -9,9 +9,8 @@ import pytest
 from testing_graphs import PPO, ppo
 
 from arealite.api.run_folder import RunFolder
-from arealite.core.drawing import CallState
 from arealite.core.page import Incident, Progress, render, write_page
-from arealite.core.records import CallRecord
+from arealite.core.records import CallRecord, CallState
 from arealite.launcher.plan.layout import Group
 
 START = 1_760_000_000.0  # 2025-10-09 08:53:20 UTC

@@ -26,7 +26,7 @@ from arealite.api.cli_args import InferenceEngineConfig, PPOConfig, load_expr_co
 from arealite.api.errors import EpisodeError, GroupLostError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.core.rollouts.workers import RolloutWorkers
+from arealite.core.rollouts import RolloutWorkers
 from arealite.core.workers import Workers
 from arealite.dataset.loader import PromptLoader
 from arealite.inference.remote_engine import RemoteInferenceEngine
