@@ -54,7 +54,7 @@ ROOM_CEILINGS = {
     "api": 2898,
     "chat": 497,
     "cli": 2318,
-    "core": 2295,
+    "core": 2225,
     "dataset": 893,
     "engine": 2119,
     "generation": 1018,
@@ -65,7 +65,7 @@ ROOM_CEILINGS = {
     "rollout": 2320,
     "server": 649,
     "trainer": 883,
-    "utils": 2271,
+    "utils": 2269,
     "viewer": 1195,
     "watchdog": 226,
     "weights": 186,
@@ -73,9 +73,9 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 29166,
+    "code of the package": 29094,
     "files of a GRPO run": 156,
-    "code of a GRPO run": 18082,
+    "code of a GRPO run": 18080,
     "import depth": 19,
     "keys of a GRPO config": 357,
     "lines of pages": 5804,

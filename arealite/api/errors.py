@@ -113,8 +113,6 @@ class CheckpointError(AReaLiteError, RuntimeError):
 class GroupLostError(AReaLiteError, RuntimeError):
     """A group of workers can't go on: a worker ended, failed alone, or did not answer in time."""
 
-    is_agreed = True  # the master is the only rank (see `utils.distributed.is_agreed`)
-
 
 class WorkerLostError(AReaLiteError, RuntimeError):
     """The process that ran an episode ended; the prompt is issued again, and no budget counts it."""

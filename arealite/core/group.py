@@ -25,6 +25,7 @@ from arealite.core.records import CallRecord, CallState
 from arealite.core.worker import Call, GroupSpec, Outcome
 from arealite.core.world import PLACE_S, LossError, World, place
 from arealite.launcher.place.ray import last_line
+from arealite.utils.distributed import mark_agreed
 
 logger = logging.getLogger("arealite.core")
 
@@ -176,7 +177,7 @@ class WorkerGroup:
         try:
             layout, references = self._inputs(call)
             if call.life not in (None, self.num_respawns):
-                raise GroupLostError(f"{call.name} must run on the workers that it was made for: they were replaced")
+                raise mark_agreed(GroupLostError(f"{call.name} must run on its own workers: they were replaced"))
             task.num_attempts += 1
             self.num_replayed += task.num_attempts > 1
             begin = time.time()
@@ -307,7 +308,7 @@ class WorkerGroup:
             for task in self._tasks:
                 task.is_done = False
         for task in cut_off:  # before the workers stop, so that the peer sees the cause, not a reset connection
-            task.fail(GroupLostError(f"{task.call.name} must not lose its workers: {loss}"))
+            task.fail(mark_agreed(GroupLostError(f"{task.call.name} must not lose its workers: {loss}")))
         if world is not None:
             world.kill()
         self.num_respawns += self.spec.num_ranks
@@ -315,4 +316,4 @@ class WorkerGroup:
     def _final(self, loss: LossError, when: str) -> GroupLostError:
         """Return the error that ends the run."""
         what = f"group {self.spec.name} must keep its workers: got {loss}, {when}. Look at {self.spec.log(loss.rank)}."
-        return GroupLostError(what)
+        return mark_agreed(GroupLostError(what))

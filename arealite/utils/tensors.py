@@ -48,7 +48,7 @@ def concat_padded_tensors(tensor_dicts: Sequence[TensorDict], pad_value: float =
 def _concat(tensors: list[torch.Tensor], pad_value: float) -> torch.Tensor:
     if tensors[0].dim() >= 2:
         longest = max(tensor.shape[1] for tensor in tensors)
-        tensors = [one if one.shape[1] == longest else _pad(one, longest, pad_value) for one in tensors]
+        tensors = [tensor if tensor.shape[1] == longest else _pad(tensor, longest, pad_value) for tensor in tensors]
     return torch.cat(tensors)
 
 
@@ -72,9 +72,9 @@ class MicroBatch:
 def split_balanced(lengths: Sequence[int], num_groups: int, max_tokens: int | None = None) -> list[list[int]]:
     """Assign indices, longest first, each to the group with the fewest tokens; indices ascend within a group.
 
-    Where a group would then have more than `max_tokens` and best fit is what fits, groups are those of best fit, and
-    some may be empty. More groups never make the largest one larger, so ranks may agree on a number that fits all.
-    Lengths count as at most `max_tokens`.
+    If a group would then exceed `max_tokens` and best fit does not, the groups are those of best fit, and some may be
+    empty. More groups never make the largest one larger, so ranks may agree on a number that fits all. Lengths count as
+    at most `max_tokens`.
     """
     sizes = [length if max_tokens is None else min(length, max_tokens) for length in lengths]
     groups, largest = _split_evenly(sizes, num_groups)
@@ -84,24 +84,16 @@ def split_balanced(lengths: Sequence[int], num_groups: int, max_tokens: int | No
 
 
 def count_micro_batches(lengths: Sequence[int], min_groups: int = 1, max_tokens: int | None = None) -> int:
-    """Return a number of groups that `split_balanced` keeps within `max_tokens`, at least `min_groups` if there are
-    rows; the smallest of what even groups and best fit need."""
+    """Return a number of groups that `split_balanced` keeps within `max_tokens`: at least `min_groups` if there are as
+    many rows."""
     num_groups = min(min_groups, len(lengths))
     if max_tokens is None:
         return num_groups
-    sizes = [min(length, max_tokens) for length in lengths]
-    num_large = sum(2 * size > max_tokens for size in sizes)  # no two of them fit together
-    fewest = max(num_groups, num_large, -(-sum(sizes) // max_tokens))
-    enough = max(fewest, len(_best_fit(sizes, max_tokens)))
-
-    def fits(count: int) -> bool:  # more groups never make the largest one larger
-        return _split_evenly(sizes, count)[1] <= max_tokens
-
-    return bisect.bisect_left(range(enough), True, lo=fewest, key=fits)
+    return max(num_groups, len(_best_fit([min(length, max_tokens) for length in lengths], max_tokens)))
 
 
 def _longest_first(sizes: Sequence[int]) -> list[int]:
-    return sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))
+    return sorted(range(len(sizes)), key=lambda index: -sizes[index])
 
 
 def _split_evenly(sizes: Sequence[int], num_groups: int) -> tuple[list[list[int]], int]:
@@ -149,8 +141,8 @@ def unit_lengths(attention_mask: torch.Tensor, rows_per_unit: int = 1) -> list[i
 
 
 def real_entries(batch: TensorDict, key: str) -> torch.Tensor | None:
-    """Return the bool mask of what is no padding in a key, `[B, S]` or `[B, L]`; None for a key that keeps its padding
-    or has none."""
+    """Return the bool mask `[B, S]` or `[B, L]` of the entries of a key that are not padding; None for a key that keeps
+    its padding or has none."""
     tensor, mask_BS = batch[key], batch["attention_mask"].bool()
     if key in RAGGED:
         return torch.arange(tensor.shape[1], device=tensor.device) < _num_entries(batch[RAGGED[key]])[:, None]
@@ -159,23 +151,24 @@ def real_entries(batch: TensorDict, key: str) -> torch.Tensor | None:
 
 def trimmed_rows(batch: TensorDict, row_indices: Sequence[int]) -> TensorDict:
     """Return the given rows of a padded batch, without the padding that follows the longest of them."""
-    rows, found = torch.tensor(row_indices, dtype=torch.long), {}
+    rows, trimmed = torch.tensor(row_indices, dtype=torch.long), {}
     mask_BS = batch["attention_mask"].index_select(0, rows)
     width = 1 + np.flatnonzero(mask_BS.any(dim=0).numpy()).max(initial=0)
-    others = [one for key, one in batch.items() if key not in RAGGED and not _is_per_token(key, one, mask_BS.shape[1])]
-    while width in {one.shape[1] for one in others if one.ndim > 1}:  # a row's own numbers must not look like tokens'
+    length = mask_BS.shape[1]
+    per_row = [t for key, t in batch.items() if key not in RAGGED and not _is_per_token(key, t, length)]
+    while width in {tensor.shape[1] for tensor in per_row if tensor.ndim > 1}:  # else they would look like tokens
         width += 1
     for key, tensor in batch.items():
-        if _is_per_token(key, tensor, mask_BS.shape[1]):
+        if _is_per_token(key, tensor, length):
             tensor = tensor[:, :width]
         elif key in RAGGED:
             tensor = tensor[:, : max(_num_entries(batch[RAGGED[key]][rows]).tolist(), default=0)]
-        found[key] = tensor.index_select(0, rows)
-    return TensorDict(found, batch_size=[len(rows)])
+        trimmed[key] = tensor.index_select(0, rows)
+    return TensorDict(trimmed, batch_size=[len(rows)])
 
 
 def _num_entries(counts: torch.Tensor) -> torch.Tensor:
-    """Return the entries `[B]` of the rows of a ragged key from what tells how many a token or an image has."""
+    """Return the number of entries `[B]` per row of a ragged key, from its counts per token or grids per image."""
     return (counts.prod(-1) if counts.ndim == 3 else counts).sum(dim=1)
 
 

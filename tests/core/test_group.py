@@ -292,9 +292,7 @@ def test_a_call_that_can_not_be_repeated_fails_for_all_and_later_ones_go_on(star
     assert is_agreed(raised.value)
     os.kill(value(group, "pid"), signal.SIGKILL)  # between calls, which the next one notices
     assert value(group, "add", 0.0, redo="until_done") == 2 * before
-    with pytest.raises(
-        GroupLostError, match=r"actor.pid must run on the workers that it was made for: they were replaced"
-    ):
+    with pytest.raises(GroupLostError, match=r"actor.pid must run on its own workers: they were replaced"):
         group.submit(Call("actor.pid", "actor", "pid", redo="never", life=0)).values.result(timeout=300)
 
 

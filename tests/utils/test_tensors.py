@@ -116,31 +116,8 @@ def test_micro_batches_fit_also_when_another_rank_needs_more_of_them(
         assert sum(lengths[i] for i in group) <= max_tokens or len(group) == 1
 
 
-def fewest_even_groups(lengths: list[int], max_tokens: int) -> int:
-    """Return the smallest number of groups that fit, each row, longest first, put where the fewest tokens are."""
-    for count in range(len(lengths) + 1):
-        loads = [0] * count
-        for length in sorted((min(length, max_tokens) for length in lengths), reverse=True) if count else []:
-            loads[loads.index(min(loads))] += length
-        if (count or not lengths) and max(loads, default=0) <= max_tokens:
-            return count
-    raise AssertionError("a group for each row fits")
-
-
-@given(lengths=st.lists(st.integers(1, 40), max_size=20), max_tokens=st.integers(1, 60))
-def test_best_fit_never_needs_more_micro_batches_than_even_groups(lengths: list[int], max_tokens: int) -> None:
-    assert count_micro_batches(lengths, 1, max_tokens) <= fewest_even_groups(lengths, max_tokens)
-
-
-def test_even_groups_pack_what_best_fit_can_not() -> None:
-    lengths = [14, 12, 6, 5, 4, 4]  # 14 + 5 + 4 and 12 + 6 + 4; best fit begins with 14 + 6
-    assert count_micro_batches(lengths, 1, 23) == 2
-    assert split_balanced(lengths, 2, 23) == [[0, 3, 5], [1, 2, 4]]
-
-
 def test_best_fit_packs_what_even_groups_can_not() -> None:
     lengths = [6, 5, 4, 3, 2]  # 6 + 4 and 5 + 3 + 2; even groups are 6 + 3 + 2 and 5 + 4
-    assert fewest_even_groups(lengths, 10) == 3
     assert count_micro_batches(lengths, 1, 10) == 2
     assert split_balanced(lengths, 2, 10) == [[0, 2], [1, 3, 4]]
     assert [len(group) for group in split_balanced(lengths, 3, 10)] == [1, 2, 2], "even where they fit"
