@@ -31,9 +31,9 @@ from arealite.utils.files import write_atomically, writing
 
 _LOOK_S = 0.2  # between two looks at the job's output
 _ASK_S = 2.0  # between two questions to Slurm
-_SILENCE_S = 600.0  # so long may Slurm not answer; its controller may be started again meanwhile
+_SILENCE_S = 600.0  # without an answer of Slurm, whose controller may restart meanwhile
 _CANCEL_S = 60.0
-_END_S = 30  # what the end of a run may take besides `stop_timeout`
+_END_S = 30  # for the end of a run besides `stop_timeout`
 _OVER = {
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
     *("REVOKED", "TIMEOUT"),
@@ -139,7 +139,7 @@ class _Follower:
         self._job = job
         self._output = output
         self._num_read_bytes = 0
-        self._told = ""
+        self._last_state = ""
         self._signals: list[int] = []
 
     def follow(self) -> int:
@@ -164,8 +164,7 @@ class _Follower:
                 self._copy_output()
 
     def take_signal(self, number: int, _frame: object) -> None:
-        """Let the launcher in the job stop the run at the first signal, cancel the job at the second, leave it at the
-        third."""
+        """Ask the launcher in the job to stop; at the second signal cancel the job, at the third leave it running."""
         if len(self._signals) == 2:
             os._exit(128 + number)
         self._signals.append(number)
@@ -176,9 +175,9 @@ class _Follower:
         try:
             subprocess.run(command, timeout=_CANCEL_S, check=True)
         except (OSError, subprocess.SubprocessError) as error:
-            doing = f"the job does not know it ({error}); once more "
+            doing = f"the job was not reached ({error}); once more "
             doing += "cancels the job" if len(self._signals) == 1 else "leaves it alone"
-        self._say(f"received {signal.Signals(number).name}: {doing}")  # last, as it waits where nobody reads the output
+        self._say(f"received {signal.Signals(number).name}: {doing}")  # last, as the write may block
 
     def _tell(self, state: Mapping[str, str]) -> None:
         word = {
@@ -188,9 +187,9 @@ class _Follower:
         }.get(name := state.get("JobState", ""), name.lower())
         if (restarts := state.get("Restarts", "0")) != "0" and name in ("PENDING", "RUNNING"):
             word += f" (restart {restarts})"
-        if word != self._told:
+        if word != self._last_state:
             self._say(word)
-            self._told = word
+            self._last_state = word
 
     def _status(self, state: Mapping[str, str]) -> int:
         """Return what the launcher in the job returned; a job that Slurm ended has none."""

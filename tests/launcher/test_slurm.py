@@ -248,7 +248,7 @@ def test_a_signal_that_slurm_does_not_pass_on_is_told(scontrol, tmp_path):
             for advice in ("cancels the job", "leaves it alone"):
                 follower.send_signal(signal.SIGINT)
                 told = follower.stdout.readline()
-                assert "received SIGINT: the job does not know it (Command" in told
+                assert "received SIGINT: the job was not reached (Command" in told
                 assert told.endswith(f"returned non-zero exit status 1.); once more {advice}\n")
         finally:
             follower.kill()

@@ -1,6 +1,6 @@
 """What a launcher starts and where: a job, the slot on some node in which it runs, and the place that gives slots.
 
-A slot is taken before its job is known, because jobs must be told each other's addresses. Launchers differ only in
+A slot is taken before its job is known, because a job needs the addresses of the others. Launchers differ only in
 their places; everything above (`supervise`) knows this file alone.
 """
 
@@ -49,28 +49,28 @@ class Slot(Protocol):
 
 
 class Place:
-    """The nodes of a run: what is a launcher's own. It is opened and closed once per attempt."""
+    """The nodes of a run; each launcher has its own class. It is opened and closed once per attempt."""
 
     is_here = False
     """Whether they are this node alone."""
 
     def check(self, config: BaseExperimentConfig, plan: Plan) -> None:
-        """Refuse by ConfigError what the nodes can't do, before anything starts."""
+        """Raise ConfigError if the nodes can't run the plan, before anything starts."""
 
     def registry_host(self, plan: Plan) -> str:
         """Return the address of this node by which the jobs of a plan reach the run's registry."""
         return LOOPBACK
 
     def open(self, config: BaseExperimentConfig, plan: Plan, log: Callable[[str], None]) -> None:
-        """Ask for the nodes of a plan, without waiting; `log` tells the user of waits."""
+        """Ask for the nodes of a plan, without waiting; `log` shows later waits to the user."""
 
     async def take(self, placements: Sequence[Placement]) -> Sequence[Slot]:
-        """Take a slot for each placement; TimeoutError, ConfigError or NodeLostError tell what is missing."""
+        """Take a slot for each placement; raises TimeoutError, ConfigError or NodeLostError."""
         raise NotImplementedError
 
     async def close(self) -> None:
         """Give everything back."""
 
     def nodes_answer(self) -> bool:
-        """Tell whether a run that has lost a node may start again on those it has, or on others that replace them."""
+        """Return whether a run that lost a node may restart on its nodes or on their replacements."""
         return True

@@ -1,4 +1,4 @@
-"""A Ray of one's own on this node, for a master that no cluster awaits: it admits only the run, and leaves nothing."""
+"""A private single-node Ray for a master outside a cluster: it admits only the run and leaves nothing behind."""
 
 import logging
 import os
@@ -22,7 +22,7 @@ _YOUNG_S = 60.0  # a folder of this age may not be locked yet, unless Ray has st
 
 @contextmanager
 def own_ray(run: RunFolder, num_gpus: int) -> Iterator[None]:
-    """Start Ray for the workers of a run; the block must end it. Only who shows the run's secret can use it.
+    """Start Ray for the workers of a run; the block must end it. A client needs the run's secret.
 
     It listens on all interfaces and runs what it is sent.
     """
@@ -40,7 +40,7 @@ def _folder() -> Iterator[str]:
     """Make a folder for Ray's logs and sockets, whose paths must be short; remove it, and those of dead masters."""
     base = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
     for left in base.glob("arealite-ray-*"):
-        with suppress(OSError):  # of another user, or of a master that lives
+        with suppress(OSError):  # of another user, or of a running master
             was_locked = any(left.glob("session*")) or time.time() - left.stat().st_mtime > _YOUNG_S
             if left.stat().st_uid == os.geteuid() and was_locked:
                 with file_lock(left / "lock", timeout_s=0.0):
@@ -62,10 +62,10 @@ def _start(num_gpus: int, folder: str) -> None:
         )
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[:num_gpus])
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would report to its makers
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage reports to the makers of Ray
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # no worker of ours is one without variables
     ray.init(
-        address="local",  # and not one that somebody else runs on this node
+        address="local",  # never a cluster that already runs on this node
         num_cpus=max(64, os.cpu_count() or 1),
         num_gpus=num_gpus,
         include_dashboard=False,
@@ -75,9 +75,9 @@ def _start(num_gpus: int, folder: str) -> None:
     )
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if (mode := os.environ.get("RAY_AUTH_MODE")) != "token":  # Ray sets it if nobody does
+    if (mode := os.environ.get("RAY_AUTH_MODE")) != "token":  # set by Ray if it is not set
         ray.shutdown()
         raise ConfigError(
-            "Ray must ask for a token, as whoever connects to it can run code here: got "
+            "Ray must ask for a token, as its clients can run code here: got "
             f"RAY_AUTH_MODE={mode or ''} and Ray {ray.__version__}. Set RAY_AUTH_MODE=token, with Ray 2.52 or later."
         )

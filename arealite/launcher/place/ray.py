@@ -24,7 +24,7 @@ from arealite.launcher.place.local import READ_BYTES
 from arealite.launcher.place.relay import RelayPlace, RelaySlot
 from arealite.launcher.plan.plan import Placement, Plan, cpus_and_mebibytes
 
-with contextlib.suppress(ModuleNotFoundError):  # a plan is made without Ray; `connect` tells of its absence
+with contextlib.suppress(ModuleNotFoundError):  # a plan is made without Ray; `connect` reports its absence
     import ray
     from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
     from ray.util.placement_group import placement_group, remove_placement_group
@@ -32,7 +32,7 @@ with contextlib.suppress(ModuleNotFoundError):  # a plan is made without Ray; `c
 
 _CONNECT_S = 10.0
 _RETRY_S = 1.0
-_CLOSE_S = 10.0  # what the end of a job's processes and of its relay may take, once both were told
+_CLOSE_S = 10.0  # for a job's processes and its relay to end after they were asked to
 _FORWARDED = re.compile(
     r"(AREAL|HF_|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|WANDB|SWANLAB|TRACKIO|NCCL|GLOO|TORCH|PYTORCH|TRITON|SGL|VLLM|PYTHON)"
     r"[A-Z0-9_]*|(?i:(http|https|no)_proxy)"
@@ -130,7 +130,7 @@ class RayPlace(RelayPlace):
     _group: Any = None
 
     def check(self, config: BaseExperimentConfig, plan: Plan) -> None:
-        """Connect to the cluster. Whether it has room is no question of now: a slot is waited for."""
+        """Connect to the cluster. A slot waits for room."""
         if plan.servers:
             ServerProgram(config).check_installed()
         connect()
@@ -146,7 +146,7 @@ class RayPlace(RelayPlace):
         self._group = placement_group(bundles, strategy="SPREAD")
 
     async def close(self) -> None:
-        """Give everything back, which ends actors that still are."""
+        """Give everything back, which ends all remaining actors."""
         if self._group is not None:
             await asyncio.to_thread(remove_placement_group, self._group)
         self._group = None

@@ -3,7 +3,7 @@
 One JSON object per line. To the launcher, on stdout: `hello` (where this is, its GPUs, and a port that is kept free),
 `out` (output), `alive` every two seconds, and `exit` at last. From the launcher, on stdin: the job, {"do": "stay"}
 after each sign of life, and perhaps {"do": "terminate"}. The end of stdin ends the job with all its descendants.
-Invariant: a node that says nothing for `timeout_s` is lost, and a relay whose watchdog is not rearmed in time ends its
+Invariant: a node that is silent for `timeout_s` is lost, and a relay whose watchdog is not rearmed in time ends its
 job, as the launcher is lost.
 """
 
@@ -122,7 +122,7 @@ class RelaySlot:
         async for frame in self._frames:
             if kinds & frame.keys():
                 return frame
-        raise NodeLostError(f"our program on {self.node} must end with a word: got its end without one")
+        raise NodeLostError(f"the relay on {self.node} must exit with a status: got the end of its output")
 
 
 class RelayPlace(Place):
@@ -176,7 +176,7 @@ class RelayPlace(Place):
 
 
 async def _frames(read: Callable[[], Awaitable[bytes]]) -> AsyncIterator[dict[str, Any]]:
-    """Cut into frames; a line that is none is someone's `text`."""
+    """Cut into frames; any other line is `text`, e.g. of srun."""
     rest = b""
     while chunk := await read():
         *lines, rest = (rest + chunk).split(b"\n")
@@ -189,7 +189,7 @@ async def _frames(read: Callable[[], Awaitable[bytes]]) -> AsyncIterator[dict[st
 
 
 def _write(frame: dict[str, Any]) -> None:
-    """Write a frame to stdout. If nobody reads it, stdin ends as well."""
+    """Write a frame to stdout. A launcher that is gone has closed stdin as well."""
     with contextlib.suppress(OSError):
         sys.stdout.buffer.write(json.dumps(frame).encode() + b"\n")
         sys.stdout.buffer.flush()
@@ -236,7 +236,7 @@ async def _receive_job(lines: asyncio.StreamReader, run: JobRun) -> Job | None:
 
 def _rearm(watchdog_s: float) -> None:
     """Rearm the watchdog: the kernel kills this process unless called again within `watchdog_s` (0: never), and the
-    guard then ends the job, even if we are stuck in a write that nobody reads."""
+    guard then ends the job, even if we block in a write to a full pipe."""
     signal.setitimer(signal.ITIMER_REAL, watchdog_s)
 
 

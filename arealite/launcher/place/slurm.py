@@ -3,7 +3,7 @@
 A slot is a job step: srun starts a relay and connects its stdin and stdout to us. Steps overlap, so each sees all that
 the job has on its node, and the plan alone says which GPUs it uses. When a node is lost and not all answer, a run that
 may be restarted goes back into the queue. Invariant: only the newest start of a job may requeue it, since an older one
-can live on where Slurm has lost sight of it.
+may still run on a node that Slurm has lost.
 """
 
 import argparse
@@ -28,11 +28,11 @@ from arealite.utils.network import LOOPBACK, host_ip
 from arealite.utils.secret import is_loopback
 
 _RETRY_S = 10.0
-_CLOSE_S = 10.0  # what the end of a job's processes and of its relay may take, once it was told
-_ANSWER_S = 60.0  # what an answer of Slurm may take
-_REQUEUE_S = 300.0  # how long requeueing is tried while Slurm's controller does not answer
-_END_S = 60.0  # what the end of a job that is requeued may take
-_OLD_LIFE_S = 120.0  # what the launcher of the last start may take to end, on a node that Slurm has lost sight of
+_CLOSE_S = 10.0  # for a job's processes and its relay to end after they were asked to
+_ANSWER_S = 60.0  # for an answer of Slurm
+_REQUEUE_S = 300.0  # for attempts to requeue while Slurm's controller does not answer
+_END_S = 60.0  # for a requeued job to end
+_OLD_LIFE_S = 120.0  # for the launcher of the previous start to end, on a node that Slurm has lost
 
 
 class SlurmSlot(RelaySlot):
@@ -57,7 +57,7 @@ class SlurmSlot(RelaySlot):
 class SlurmPlace(RelayPlace):
     """The nodes of the allocation that we are in."""
 
-    _ADVICE = "Look after these nodes."
+    _ADVICE = "Check these nodes."
 
     def __init__(self, nodes: Sequence[str]) -> None:
         self._nodes = nodes
@@ -82,7 +82,7 @@ class SlurmPlace(RelayPlace):
             await asyncio.gather(*(slot.close() for slot in slots))
             raise ConfigError(
                 f"every node must have an address that others reach: got a loopback for {', '.join(unreachable)}. "
-                "Let the names of Slurm's nodes resolve on all of them."
+                "Make the names of Slurm's nodes resolve on all nodes."
             )
         return slots
 
@@ -115,7 +115,7 @@ class SlurmPlace(RelayPlace):
         return slot
 
     def _describe(self, missing: Sequence[Placement]) -> str:
-        return f"our program on {', '.join(sorted({self._nodes[one.node] for one in missing}))}"
+        return f"the relay on {', '.join(sorted({self._nodes[one.node] for one in missing}))}"
 
 
 def step_command(config: LauncherConfig, placement: Placement, *, node: str, toward: str) -> list[str]:

@@ -88,7 +88,7 @@ def plan_lines(run: Run, *, by: str) -> Iterator[str]:
     if idle := num_gpus - plan.num_gpus:
         yield f"{idle} of {num_gpus} GPUs stay idle"
     if foreign := foreign_servers(config):
-        yield f"servers of someone else: {','.join(foreign)}"
+        yield f"servers of others: {','.join(foreign)}"
     jobs = [server_job(config, one, f"<node {one.node}>", []) for one in plan.servers[:1]]
     for one in plan.trainers[:1]:
         jobs.append(trainer_job(run, one, [], master=(f"<node {one.node}>", "<a free port>"), is_restart=False))
@@ -102,7 +102,7 @@ def plan_lines(run: Run, *, by: str) -> Iterator[str]:
 
 
 def samples_in_trainer(config: BaseExperimentConfig) -> bool:
-    """Tell whether the trainer's process runs the server."""
+    """Return whether the trainer's process runs the server."""
     rollout = config.rollout
     return rollout is not None and rollout.colocated is not None and not rollout.replay_from
 

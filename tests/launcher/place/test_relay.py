@@ -143,7 +143,7 @@ async def test_nothing_outlives_a_job(how):
         await node.process.wait()
         assert outcome == 137 or isinstance(outcome, NodeLostError)
         if how == "relay is killed":
-            assert "our program on far must end with a word" in str(outcome)
+            assert "the relay on far must exit with a status" in str(outcome)
 
 
 async def test_a_silent_node_is_lost():
@@ -164,7 +164,7 @@ async def test_a_silent_node_is_lost():
 
 async def test_a_node_without_our_program_is_told(tmp_path):
     slot = RelaySlot("far", reader_of(b"bash: python: command not found\n"), lambda _: None, lambda: None, timeout_s=5)
-    with pytest.raises(NodeLostError, match="our program on far must end with a word"):
+    with pytest.raises(NodeLostError, match="the relay on far must exit with a status"):
         await slot.meet()
 
 
