@@ -169,44 +169,28 @@ def _side(text: str, start: int, part: str) -> tuple[str | None, ParallelSizes]:
     """Parse `eval`, whose sizes are absent, `<backend>.<dims>` or `<dims>`."""
     if part == "eval":
         return None, _ABSENT
-    side = re.fullmatch(_RIGHT, part)
-    if side is None or side["dims"] == "":
-        _refuse(text, start, part)
-    sizes: dict[str, int] = {}
-    for size in re.finditer(r"([dptm])(\d+)", side["dims"]):
+    backend, dot, dims = part.partition(".") if "." in part else ("", "", part)
+    if dot and backend not in KINDS:
+        near = difflib.get_close_matches(backend.lower(), KINDS, n=1)
+        change = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(KINDS)}."
+        _fail(text, start, f"backend {backend!r}", change)
+    if not dot and (kind := next(filter(part.startswith, KINDS), None)):
+        _fail(text, start + len(kind), f"{kind!r} without a dot and sizes", f"Write e.g. {kind}.d4.")
+    start += len(backend + dot)
+    sizes, end = dict[str, int](), 0
+    while size := re.compile(r"([dptm])([1-9][0-9]*)").match(dims, end):
         name = _DIMENSIONS[size[1]]
         if name in sizes:
-            change = f"Remove one of them (m is another name of t): {side['dims']}"
-            _fail(text, start + side.start("dims") + size.start(), f"the {name} size twice", change)
-        sizes[name] = int(size[2])
-    return side["backend"], ParallelSizes(**sizes)
-
-
-_BACKEND = "|".join(KINDS)
-_RIGHT = rf"(?:(?P<backend>{_BACKEND})\.)?(?P<dims>(?:[dptm][1-9][0-9]*)*)"
-"""The longest beginning of a side that is right."""
-_NUMBER = "Write a number from 1 on after {it}, e.g. {it}1."
-_MISTAKES = (
-    (rf"()(?!(?:{_BACKEND})\.)(?P<it>[^.]*)\.", "backend {it!r}", "{backends}"),
-    (rf"((?P<it>{_BACKEND}))(?!\.)", "{it!r} without a dot and sizes", "Write e.g. {it}.d4."),
-    (rf"((?:(?:{_BACKEND})\.)?)\Z", "no sizes", "Write at least one of d<N>, p<N>, t<N>, e.g. d4."),
-    (rf"({_RIGHT}(?P<it>[dptm]))(?P<number>0[0-9]*)", "{it}{number}", _NUMBER),
-    (rf"({_RIGHT}(?P<it>[dptm]))(?![0-9])", "{it!r} without a number", _NUMBER),
-    (rf"({_RIGHT})(?P<it>[DPTM])", "{it!r}", "Write {lower!r} in lower case."),
-    (rf"({_RIGHT})(?P<it>.)", "{it!r}", "Only d<N> (data), p<N> (pipeline) and t<N> (tensor) may stand here."),
-)
-"""How a wrong side looks (the caret stands where the first group ends), what it got, and what to write."""
-
-
-def _refuse(text: str, start: int, part: str) -> NoReturn:
-    """Point at the first mistake of a side."""
-    matches = ((re.match(pattern, part, re.DOTALL), got, change) for pattern, got, change in _MISTAKES)
-    found, got, change = next((found, got, change) for found, got, change in matches if found is not None)
-    words = {"it": "", **found.groupdict("")}
-    near = difflib.get_close_matches(words["it"].lower(), KINDS, n=1)
-    words["backends"] = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(KINDS)}."
-    words["lower"] = words["it"].lower()
-    _fail(text, start + found.end(1), got.format(**words), change.format(**words))
+            _fail(text, start + end, f"the {name} size twice", f"Remove one of them (m is another name of t): {dims}")
+        sizes[name], end = int(size[2]), size.end()
+    if end < len(dims):
+        if dims[end] in _DIMENSIONS:
+            _fail(text, start + end + 1, f"{dims[end]!r} without a number", f"Write one from 1 on, e.g. {dims[end]}1.")
+        change = "Only d<N> (data), p<N> (pipeline) and t<N> (tensor) may stand here."
+        _fail(text, start + end, repr(dims[end]), change)
+    if not sizes:
+        _fail(text, start, "no sizes", "Write at least one of d<N>, p<N>, t<N>, e.g. d4.")
+    return backend or None, ParallelSizes(**sizes)
 
 
 def _fail(text: str, position: int, got: str, change: str) -> NoReturn:

@@ -27,8 +27,8 @@ class Agent(abc.ABC):
 
     @abc.abstractmethod
     def observe(self, observation: Any, info: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return what the model is told of an observation, as messages `{"role", "content"}`."""
+        """Return the messages that describe an observation to the model, `{"role", "content"}`."""
 
     @abc.abstractmethod
     def act(self, message: dict[str, Any]) -> Any:
-        """Return the action in a model's answer; ParseError if there is none, whose text the model is told."""
+        """Return the action in a model's answer; Raises ParseError without one; the model gets its text."""

@@ -71,10 +71,10 @@ class EpisodeError(AReaLiteError, RuntimeError):
 
 
 class AbandonedError(AReaLiteError, RuntimeError):
-    """Whoever brought an episode has gone; it is rejected for `reason`, which no budget counts."""
+    """The external client left: the episode is rejected for `reason` and counts against no failure budget."""
 
     def __init__(self, reason: Literal["abandoned", "gone"]) -> None:
-        super().__init__(f"an episode must be brought to its end by who began it: got none ({reason}).")
+        super().__init__(f"an external client must finish its episode: got none ({reason}).")
         self.reason = reason
 
 
@@ -111,7 +111,7 @@ class CheckpointError(AReaLiteError, RuntimeError):
 
 
 class GroupLostError(AReaLiteError, RuntimeError):
-    """A group of workers can't go on: a worker ended, failed alone, or did not answer in time."""
+    """A group of workers can't continue: a worker ended, failed alone, or did not answer in time."""
 
 
 class WorkerLostError(AReaLiteError, RuntimeError):

@@ -111,7 +111,7 @@ class FinetuneSpec:
 
 
 class ParamSpec(NamedTuple):
-    """Name (as in the Hugging Face checkpoint), full shape and dtype of one parameter, and who sends it."""
+    """Name (as in the Hugging Face checkpoint), full shape and dtype of one parameter, and the rank that sends it."""
 
     name: str
     shape: tuple[int, ...]
@@ -150,7 +150,7 @@ class WeightSharing(Protocol):
     """A server that samples from tensors of the trainer. Invariant: they change only between `release` and `share`."""
 
     def share(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Let the server sample from these tensors, named as in a checkpoint, as weights of `version`."""
+        """Make the server sample from these tensors, named as in a checkpoint, as weights of `version`."""
 
     def release(self) -> None:
         """Return once the server samples no more, until the next `share`."""

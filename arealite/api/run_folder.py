@@ -24,8 +24,8 @@ def numbered(folder: Path, prefix: str, suffix: str = "") -> dict[int, Path]:
     names: list[str] = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # a glob looks twice, and it may go in between
         names = [name for name in os.listdir(folder) if name.startswith(prefix) and name.endswith(suffix)]
-    found = {name.removeprefix(prefix).removesuffix(suffix): folder / name for name in names}
-    return {int(number): found[number] for number in sorted(filter(str.isdecimal, found), key=int)}
+    paths = {name.removeprefix(prefix).removesuffix(suffix): folder / name for name in names}
+    return {int(number): paths[number] for number in sorted(filter(str.isdecimal, paths), key=int)}
 
 
 class RunFolder:

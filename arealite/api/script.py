@@ -1,6 +1,6 @@
 """The user's script as a program: how its uncaught errors are shown, and what it must not do while it is imported.
 
-An error whose message is a sentence of ours is one line; any other shows the user's own lines, innermost
+An error with a message of ours is one line; any other shows the user's own lines, innermost
 first. The launcher keeps the whole traceback in the log of the process.
 """
 
@@ -31,7 +31,7 @@ _MAX_LINES = 5  # of the user's code, of a message that is not ours, and of its 
 
 @contextlib.contextmanager
 def running(script: Path) -> Iterator[None]:
-    """Let imports and arguments be as in a process that runs the script."""
+    """Set sys.path and sys.argv as in a process that runs the script."""
     argv, path = sys.argv, sys.path[:]
     sys.argv, sys.path[:] = [str(script)], [str(script.parent), *path]
     try:
@@ -83,7 +83,7 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 def is_sentence(error: BaseException) -> bool:
-    """Tell whether the message is a sentence of ours, which says all there is to say."""
+    """Return whether the message is ours, so that a traceback would add nothing."""
     lines = lines_of_error(error)
     return isinstance(error, AReaLiteError) or (" must " in str(error) and bool(lines and lines[0].room))
 
@@ -93,15 +93,15 @@ def in_one_line(error: BaseException) -> str:
     if is_sentence(error):
         return str(error)
     place = users_line(lines_of_error(error))
-    told = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_CHARS]
-    return f"{told}, at {place}" if place and not isinstance(error, SyntaxError) else told
+    text = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_CHARS]
+    return f"{text}, at {place}" if place and not isinstance(error, SyntaxError) else text
 
 
 def brief(error: BaseException) -> list[str]:
     """Return an error in few lines; none for one in which there is no line of the user's."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    notes = [line for one in (error, error.__cause__) for line in _notes(one)][:_MAX_LINES]  # e.g. of Core's workers
+    notes = [line for source in (error, error.__cause__) for line in _notes(source)][:_MAX_LINES]
     if is_sentence(error):
         return [f"{type(error).__name__}: {error}", *notes]
     users = users_code(error)
@@ -110,7 +110,7 @@ def brief(error: BaseException) -> list[str]:
     message = "".join(traceback.format_exception_only(error)).splitlines()
     before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     after = [] if before is None else traceback.format_exception_only(before)[-1].splitlines()[:1]
-    is_memory = isinstance(error, MemoryError) or any(one in str(error) for one in _OUT_OF_MEMORY)
+    is_memory = isinstance(error, MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY)
     return [
         *message[: len(message) - len(_notes(error))][:_MAX_LINES],
         *notes,

@@ -45,7 +45,7 @@ def line_of(code: CodeType, line: int | None) -> SourceLine:
 
 def lines_of_frame(frame: FrameType | None) -> list[SourceLine]:
     """Return the stack of a frame, innermost first."""
-    return [line_of(one.f_code, line) for one, line in traceback.walk_stack(frame)] if frame else []
+    return [line_of(caller.f_code, line) for caller, line in traceback.walk_stack(frame)] if frame else []
 
 
 def lines_of_error(error: BaseException) -> list[SourceLine]:

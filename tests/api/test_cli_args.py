@@ -499,7 +499,10 @@ def test_documented_names_move_to_ours(tmp_path: Path, caplog: pytest.LogCapture
         ("tokenizer_path=${tokenizer_path}", "tokenizer_path must refer to keys that exist: got Recursive"),
         ("seed=${seed", "overrides must be key=value with a YAML value: got 'seed=${seed'."),
         ("recover.mode=always", "recover.mode must be 'disabled', 'auto', 'fault' or 'resume': got 'always'."),
-        ("recover.mode=auto", "recover must have a trigger if its mode is auto: got none. Set recover.freq_steps"),
+        (
+            "recover.mode=auto",
+            "recover must have a trigger with recover.mode=auto: got none. Set e.g. recover.freq_secs",
+        ),
         ("rollout.overdue=skip", "rollout.overdue must be 'wait', 'drop' or 'train': got 'skip'."),
         ("rollout.max_failed_share=1.5", "rollout.max_failed_share must be"),
         ("server_only=true", "server_only must be False: got True. Remove it: allocation_mode alone says it"),
@@ -548,10 +551,14 @@ def test_pairs_given_together(tmp_path: Path) -> None:
 
 
 def test_only_an_allocation_lets_servers_sleep(tmp_path: Path) -> None:
-    beside = refusal(tmp_path, MINIMAL, "allocation_mode=sglang.d1+d1", "rollout.servers_sleep=true")
-    rule = "rollout.servers_sleep must be left to allocation_mode: got true with"
-    assert f"{rule} sglang.d1p1t1+d1p1t1. Write e.g. sglang.d1|d1 there." in beside
-    assert f"{rule} None." in refusal(tmp_path, MINIMAL, "rollout.servers_sleep=true")
+    for mode in ("sglang.d1+d1", ""):
+        assert not load(
+            tmp_path, MINIMAL, f"allocation_mode={mode}", "rollout.servers_sleep=true"
+        ).rollout.servers_sleep
+    assert load(tmp_path, MINIMAL, "allocation_mode=sglang.d1|d1").rollout.servers_sleep
+
+
+def test_an_old_and_a_new_name_of_a_key_are_refused_together(tmp_path: Path) -> None:
     twice = refusal(tmp_path, MINIMAL, "actor.lr=1", "actor.optimizer.lr=1")
     assert "actor.optimizer.lr must be given once: got it as actor.lr too." in twice
     followed = refusal(tmp_path, MINIMAL, "actor.optimizer=${ref.optimizer}", "actor.lr=3e-5")

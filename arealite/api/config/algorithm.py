@@ -58,13 +58,13 @@ PRESETS: dict[str, Choices] = {
 
 def _choices() -> dict[str, Choice]:
     """Return what the fields of the actor say of each choice, in the order in which they are shown."""
-    found: dict[str, Choice] = {}
+    choices: dict[str, Choice] = {}
     for name, field in PPOActorConfig.model_fields.items():
         fields = CorrectionConfig.model_fields if name == "correction" else {name: field}
         prefix = "correction." if name == "correction" else ""
         for leaf, declared in fields.items():
-            found |= {f"{prefix}{leaf}": mark for mark in declared.metadata if isinstance(mark, Choice)}
-    return found
+            choices |= {f"{prefix}{leaf}": mark for mark in declared.metadata if isinstance(mark, Choice)}
+    return choices
 
 
 _CHOICES = _choices()
@@ -91,6 +91,51 @@ OLDER_KEYS: dict[str, tuple[str, ...]] = {
     "behav_imp_weight_cap": ("proximal", *_CORRECTION),
 }
 """Older keys, and the choices that they make."""
+
+_NO_VALUES = "none|group_mean|leave_one_out|length_weighted"
+_OF_TEACHER = "The advantage of a token is its log ratio of teacher and student; rewards are only logged. Remove it."
+_GRADIENT = "The expected gradient of others is 0 there, at least near the reference."
+_RULES = (
+    ("baseline=none", "reward_scale=none|group_mean", "Equal rewards would be divided by 0; remove it."),
+    ("baseline=critic", "reward_scale=none", "The critic learns the rewards themselves; remove it."),
+    (f"baseline={_NO_VALUES}", "gae_lambda=1.0", "Without a critic it is a second discount; set actor.discount."),
+    *(
+        ("baseline=teacher", rule, _OF_TEACHER)
+        for rule in (
+            *("reward_scale=none", "adv_norm=false", "group_adv_norm=false", "discount=1.0", "gae_lambda=1.0"),
+            *("reward_bias=0.0", "reward_scaling=1.0", "reward_clip=null", "overlong_buffer=null"),
+            "truncated=keep|mask",
+        )
+    ),
+    ("objective=reinforce|cispo|sapo|gmpo|dppo", "importance_sampling_level=token", "Remove it or the objective."),
+    *(
+        (one_ratio, rule, why)
+        for one_ratio in ("objective=gmpo", "importance_sampling_level=sequence")
+        for rule, why in (
+            ("aggregation=sequence_mean", "Others weigh completions by their length; remove it."),
+            ("discount=1.0", "Tokens of a completion must share its advantage."),
+            (f"baseline={_NO_VALUES}", "Tokens of a completion must share its advantage."),
+            ("correction.level=null|geometric|sequence", "The objective averages over tokens before bounds apply."),
+            ("second_moment_limit=null", "Tokens share their ratio; set actor.correction.action=mask."),
+        )
+    ),
+    ("kl_in=reward", "kl_estimator=k1", _GRADIENT),
+    ("kl_in=loss", "kl_estimator=k2|k3", _GRADIENT),
+    ("proximal=current", "ppo_n_minibatches=1", "Later steps have another policy; set actor.proximal=recompute."),
+    ("proximal=current", "second_moment_limit=null", "It needs the whole batch; set actor.proximal=recompute."),
+    *(
+        ("proximal=rollout", rule, "It compares the proximal with the rollout policy; set actor.proximal=recompute.")
+        for rule in ("correction.action=none", "sequence_mask_delta=null", "second_moment_limit=null")
+    ),
+    ("objective=dppo", "correction.action=none", "Its ratio is to the rollout policy already; remove it."),
+    ("correction.action=truncate", "correction.level=token|sequence", "A geometric mean masks completions only."),
+)
+"""Choices, what another key must be with them, and why."""
+_RULES_OF_PENALTIES = tuple(
+    (condition, "kl_in=loss", "Rewards would differ over tokens and may be negative; set actor.kl_estimator=k3, too.")
+    for condition in ("baseline=teacher", "objective=gmpo", "importance_sampling_level=sequence")
+)
+"""Rules for a KL penalty."""
 
 
 def resolve_choices(config: ConfigT, defaults: Mapping[str, Any] = DEFAULTS) -> ConfigT:
@@ -126,9 +171,8 @@ def resolve_choices(config: ConfigT, defaults: Mapping[str, Any] = DEFAULTS) -> 
         choices["loss_constant"] = None if config.max_new_tokens is None else float(config.max_new_tokens)
     resolved = _with(config, choices)
     _check_clip(resolved, given)
+    _check_rules(resolved)
     _check_rewards(resolved)
-    _check_objective(resolved)
-    _check_proximal(resolved)
     _check_correction(resolved)
     return resolved
 
@@ -205,25 +249,25 @@ def _check_clip(actor: PPOActorConfig, given: Choices) -> None:
         )
 
 
+def _check_rules(actor: PPOActorConfig) -> None:
+    """Refuse combinations that `_RULES` exclude."""
+    for condition, rule, why in (*_RULES, *(_RULES_OF_PENALTIES if actor.kl_ctl > 0 else ())):
+        (choice, values), (key, allowed) = ((*text.split("="),) for text in (condition, rule))
+        if _word(actor, choice) in values.split("|"):
+            require(
+                _word(actor, key) in allowed.split("|"),
+                f"actor.{key} must be {allowed.removeprefix('null|').replace('|', ' or ')} with actor.{choice} "
+                f"{_word(actor, choice)}: got {_value(actor, key)}. {why}",
+            )
+
+
+def _word(actor: PPOActorConfig, key: str) -> str:
+    value = _value(actor, key)
+    return "null" if value is None else str(value).lower()
+
+
 def _check_rewards(actor: PPOActorConfig) -> None:
-    """Refuse contradictions of rewards, baseline and scale."""
-    require(
-        actor.baseline != "none" or actor.reward_scale not in ("group_std", "batch_std"),
-        f"actor.reward_scale must not be {actor.reward_scale} with actor.baseline none: got both. Where all rewards "
-        "are equal they would be divided by 0; remove it, or set actor.baseline=group_mean.",
-    )
-    require(
-        actor.baseline in ("critic", "teacher") or actor.gae_lambda == 1,
-        f"actor.gae_lambda must be 1 without a critic: got {actor.gae_lambda}. Where values are 0 it is a second "
-        "discount; remove it, or set actor.discount.",
-    )
-    require(
-        actor.baseline != "critic" or actor.reward_scale == "none",
-        f"actor.reward_scale must be none with actor.baseline critic: got {actor.reward_scale}. The critic learns the "
-        "rewards themselves; remove it.",
-    )
-    if actor.baseline == "teacher":
-        _check_teacher(actor)
+    """Refuse rewards without the sign or the range that the choices need."""
     is_shaped_negative = actor.reward_bias < 0 or actor.reward_scaling <= 0 or actor.overlong_buffer is not None
     require(
         actor.reward_scale != "group_mean" or not is_shaped_negative,
@@ -231,8 +275,12 @@ def _check_rewards(actor: PPOActorConfig) -> None:
         f"{actor.reward_bias}, reward_scaling {actor.reward_scaling}, overlong_buffer {actor.overlong_buffer}. "
         "The mean of a group may be 0 or below; remove them or set actor.reward_scale=group_std.",
     )
-    if actor.reward_scale == "group_mean" and actor.baseline == "leave_one_out":  # which takes rewards minus penalty
-        _check_no_penalised_rewards(actor, "actor.reward_scale group_mean and actor.baseline leave_one_out")
+    is_penalised = actor.kl_ctl > 0 and actor.kl_in == "reward"  # leave_one_out takes rewards minus penalty
+    require(
+        not (is_penalised and actor.reward_scale == "group_mean" and actor.baseline == "leave_one_out"),
+        "actor.kl_in must be loss with actor.reward_scale group_mean and actor.baseline leave_one_out: got reward. "
+        "Penalised rewards may be negative; set actor.kl_estimator=k3, too, or remove actor.kl_ctl.",
+    )
     if actor.overlong_buffer is not None:
         longest = actor.max_new_tokens
         require(
@@ -240,135 +288,26 @@ def _check_rewards(actor: PPOActorConfig) -> None:
             f"actor.overlong_buffer must be at most actor.max_new_tokens: got {actor.overlong_buffer} and {longest}. "
             "Lower the first or give the second.",
         )
-
-
-def _check_teacher(actor: PPOActorConfig) -> None:
-    """Refuse shaped rewards with a teacher, whose log ratios are the advantages; rewards are only logged."""
-    neutral = {"reward_scale": "none", "adv_norm": False, "group_adv_norm": False, "discount": 1.0, "gae_lambda": 1.0}
-    neutral |= {"reward_bias": 0.0, "reward_scaling": 1.0, "reward_clip": None, "overlong_buffer": None}
-    for key, only in neutral.items():
-        value = getattr(actor, key)
-        require(
-            value == only,
-            f"actor.{key} must be {'null' if only is None else str(only).lower()} with actor.baseline teacher: got "
-            f"{value}. The advantage of a token is its log ratio of teacher and student; remove it.",
-        )
-    require(
-        actor.truncated != "zero",
-        "actor.truncated must be keep or mask with actor.baseline teacher: got zero. Rewards are only logged.",
-    )
-    _check_no_penalised_rewards(actor, "actor.baseline teacher")
-
-
-def _check_objective(actor: PPOActorConfig) -> None:
-    """Refuse contradictions of objective, aggregation and KL penalty."""
-    require(
-        actor.importance_sampling_level == "token" or actor.objective == "ppo",
-        f"actor.importance_sampling_level must be token with actor.objective {actor.objective}: got sequence. "
-        "Remove it, or set actor.objective=ppo.",
-    )
-    if _has_one_ratio(actor):
-        is_gmpo = actor.objective == "gmpo"
-        _check_one_ratio(actor, "actor.objective gmpo" if is_gmpo else "actor.importance_sampling_level sequence")
     require(
         actor.aggregation != "constant" or actor.loss_constant is not None,
         "actor.loss_constant must be given with actor.aggregation constant: got null. "
         "Set it, e.g. to the number of tokens of the longest completion.",
-    )
-    allowed = _ESTIMATORS[str(actor.kl_in)]
-    require(
-        actor.kl_estimator in allowed,
-        f"actor.kl_estimator must be {' or '.join(allowed)} with actor.kl_in {actor.kl_in}: got {actor.kl_estimator}, "
-        f"whose expected gradient there is 0, at least near the reference. Set actor.kl_estimator={allowed[-1]}.",
-    )
-
-
-def _has_one_ratio(actor: PPOActorConfig) -> bool:
-    """Tell whether all tokens of a completion share a ratio."""
-    return actor.objective == "gmpo" or actor.importance_sampling_level == "sequence"
-
-
-def _check_no_penalised_rewards(actor: PPOActorConfig, other: str) -> None:
-    """Refuse a KL penalty in the rewards next to another choice."""
-    require(
-        actor.kl_ctl == 0 or actor.kl_in == "loss",
-        f"actor.kl_in must be loss with {other}: got reward. Rewards would differ over tokens and may be negative; set "
-        "actor.kl_in=loss and actor.kl_estimator=k3, or remove actor.kl_ctl.",
-    )
-
-
-def _check_one_ratio(actor: PPOActorConfig, one_ratio: str) -> None:
-    """Require equal weight and advantage for the tokens of a completion that share a ratio."""
-    require(
-        actor.aggregation == "sequence_mean",
-        f"actor.aggregation must be sequence_mean with {one_ratio}: got {actor.aggregation}, which weighs completions "
-        "by their length. Remove it.",
-    )
-    _check_no_penalised_rewards(actor, one_ratio)
-    require(
-        actor.discount == 1 and actor.baseline not in ("critic", "teacher"),
-        f"actor.discount must be 1, without a critic or teacher, with {one_ratio}: got {actor.discount} and baseline "
-        f"{actor.baseline}. Tokens of a completion must share its advantage.",
-    )
-    require(
-        actor.correction.level != "token",
-        f"actor.correction.level must be geometric or sequence with {one_ratio}: got token, which bounds what the "
-        "objective averages. Set actor.correction.level=geometric.",
-    )
-    require(
-        actor.second_moment_limit is None,
-        f"actor.second_moment_limit must be null with {one_ratio}: got {actor.second_moment_limit}. It leaves out "
-        "tokens, which share their ratio; set actor.correction.action=mask.",
-    )
-
-
-def _check_proximal(actor: PPOActorConfig) -> None:
-    """Refuse corrections that need a proximal policy which differs from the rollout policy."""
-    require(
-        actor.proximal != "current" or actor.ppo_n_minibatches == 1,
-        f"actor.proximal must be recompute with actor.ppo_n_minibatches {actor.ppo_n_minibatches}: got current. From "
-        "the second optimizer step on it is another policy; set it, or actor.ppo_n_minibatches=1.",
-    )
-    corrects = {
-        "correction.action": actor.correction.action != "none",
-        "sequence_mask_delta": actor.sequence_mask_delta is not None,
-        "second_moment_limit": actor.second_moment_limit is not None,
-    }
-    for key, is_on in corrects.items():
-        require(
-            not is_on or actor.proximal != "rollout",
-            f"actor.{key} must not be given with actor.proximal rollout: got {_value(actor, key)}. It compares the "
-            "proximal with the rollout policy; set actor.proximal=recompute.",
-        )
-    require(
-        not corrects["second_moment_limit"] or actor.proximal == "recompute",
-        "actor.proximal must be recompute with actor.second_moment_limit: got current. The mask is chosen over the "
-        "whole batch before the update; set it.",
-    )
-    require(
-        not corrects["correction.action"] or actor.objective != "dppo",
-        f"actor.correction.action must be none with actor.objective dppo: got {actor.correction.action}. Its ratio is "
-        "to the rollout policy already; remove it.",
     )
 
 
 def _check_correction(actor: PPOActorConfig) -> None:
     """Refuse bounds of the correction without an effect."""
     correction, lower, upper = actor.correction, actor.correction.lower, actor.correction.upper
-    levels = "sequence" if _has_one_ratio(actor) else "token or sequence"
     require(
         lower is None or upper is None or lower < upper,
         f"actor.correction.lower must be less than actor.correction.upper: got {lower} and {upper}. Exchange them.",
     )
+    needs_upper = correction.action == "truncate"
+    is_ratio = needs_upper or (correction.action == "mask" and correction.metric != "k1")
     require(
-        correction.action != "truncate" or (upper is not None and upper > 0 and correction.level != "geometric"),
-        f"actor.correction.upper must be above 0, and level {levels}, with action truncate: got "
-        f"{upper} and {correction.level}. Set e.g. actor.correction.upper=2.",
-    )
-    require(
-        correction.action != "mask" or correction.metric == "k1" or upper is None or upper > 0,
-        f"actor.correction.upper must be above 0 with action mask and metric {correction.metric}: got {upper}. "
-        "Every token would be left out; raise it.",
+        upper > 0 or not is_ratio if upper is not None else not needs_upper,
+        f"actor.correction.upper must be above 0 with actor.correction.action {correction.action}: got {upper}. "
+        "Set e.g. actor.correction.upper=2.",
     )
     is_plain_weight = correction.level == "token" and correction.metric == "ratio"
     require(

@@ -26,8 +26,7 @@ def check_schedule(recover: RecoverConfig, evaluator: EvaluatorConfig, valid: Da
     """Require a trigger for checkpoints and data for evaluations."""
     require(
         recover.mode == "disabled" or any((recover.freq_epochs, recover.freq_steps, recover.freq_secs)),
-        f"recover must have a trigger if its mode is {recover.mode}: got none. "
-        "Set recover.freq_steps, freq_epochs or freq_secs (e.g. recover.freq_secs=600).",
+        f"recover must have a trigger with recover.mode={recover.mode}: got none. Set e.g. recover.freq_secs=600.",
     )
     require(
         valid is not None or not any((evaluator.freq_epochs, evaluator.freq_steps, evaluator.freq_secs)),
@@ -41,8 +40,7 @@ def check_mixture(train: DatasetConfig, valid: DatasetConfig | None) -> None:
     weights = [train.weight, *(source.weight for source in train.mixed_with)]
     require(
         (None in weights) == (set(weights) == {None}),
-        f"weight must be given for all sources of a mixture, or for none: got {weights} in train_dataset and its "
-        "mixed_with. Add the missing weights.",
+        f"weight must be given in train_dataset and all its mixed_with, or nowhere: got {weights}. Add the others.",
     )
     require(
         train.shuffle or train.weight is None,
@@ -58,17 +56,11 @@ def check_mixture(train: DatasetConfig, valid: DatasetConfig | None) -> None:
     )
 
 
-def check_named_servers(mode: AllocationMode | None, text: str, rollout: InferenceEngineConfig) -> None:
-    """Refuse values of `rollout` that contradict the servers in the allocation (`text`)."""
-    if mode is not None and mode.gen_backend is not None:
-        require(
-            rollout.backend in (InferenceEngineConfig().backend, mode.gen_backend),  # the default was not given
-            f"rollout.backend must agree with allocation_mode: got {rollout.backend} and {text}. "
-            "Remove rollout.backend.",
-        )
+def check_backend(mode: AllocationMode, text: str, rollout: InferenceEngineConfig) -> None:
+    """Refuse another kind of servers than that of the allocation (`text`)."""
     require(
-        not rollout.servers_sleep or (mode is not None and mode.takes_turns),
-        f"rollout.servers_sleep must be left to allocation_mode: got true with {mode}. Write e.g. sglang.d1|d1 there.",
+        rollout.backend in (InferenceEngineConfig().backend, mode.gen_backend),  # the default was not given
+        f"rollout.backend must agree with allocation_mode: got {rollout.backend} and {text}. Remove rollout.backend.",
     )
 
 
@@ -187,8 +179,7 @@ def check_servers(rollout: InferenceEngineConfig, lite: LiteConfig, **samplers: 
     modes = limits.pause_modes
     require(
         rollout.pause_mode in modes,
-        f"rollout.pause_mode must be {', '.join(modes[:-1])} or {modes[-1]} for {backend}: got {rollout.pause_mode}. "
-        "Remove it for the default, abort.",
+        f"rollout.pause_mode must be {' or '.join(modes)} for {backend}: got {rollout.pause_mode}. Remove it.",
     )
     for key, sampler in samplers.items():
         check_sampler(sampler, key, backend)
@@ -205,8 +196,7 @@ def check_sampler(gconfig: GenerationHyperparameters, key: str, backend: str) ->
     limits, temperature = KINDS[backend], gconfig.temperature
     require(
         gconfig.min_new_tokens <= gconfig.max_new_tokens,
-        f"{key}.min_new_tokens must be at most {key}.max_new_tokens: got {gconfig.min_new_tokens} and "
-        f"{gconfig.max_new_tokens}. Lower the first or raise the second.",
+        f"{key}.min_new_tokens must be at most max_new_tokens, {gconfig.max_new_tokens}: got {gconfig.min_new_tokens}.",
     )
     require(
         temperature <= limits.max_temperature,
@@ -258,23 +248,21 @@ def check_sampling(
     """Samples must be ones that can be trained on, so servers must say what top_p, top_k and min_p have kept."""
     require(
         not gconfig.greedy or gconfig.n_samples == 1,
-        f"gconfig.greedy must be false if gconfig.n_samples > 1: got true and {gconfig.n_samples}, so "
-        "that all samples of a group would be equal. Set gconfig.greedy=false.",
+        f"gconfig.greedy must be false if gconfig.n_samples > 1: got true and {gconfig.n_samples}. Samples were equal.",
     )
     require(
         gconfig.min_new_tokens == 0,
-        f"gconfig.min_new_tokens must be 0 in training: got {gconfig.min_new_tokens}. Servers sample without stop "
-        "tokens until then, and the trainer's logprobs are with them. Set it to 0; eval_gconfig may have another.",
+        f"gconfig.min_new_tokens must be 0 in training: got {gconfig.min_new_tokens}. Until then servers sample "
+        "without stop tokens, which the trainer's logprobs include. eval_gconfig may have another.",
     )
     backend, limits = rollout.backend, KINDS[rollout.backend]
     require(
         not gconfig.narrows or gconfig.top_k > 1,
-        "gconfig.top_k must be at least 2 in training: got 1, so that the policy has no choice. Raise it or remove it.",
+        "gconfig.top_k must be at least 2 in training: got 1, which leaves the policy no choice. Remove it.",
     )
     require(
         not gconfig.narrows or gconfig.top_k <= limits.max_kept_ids,
-        f"gconfig.top_k must be at most {limits.max_kept_ids:g} for {backend} in training: got {gconfig.top_k}. The "
-        "server returns no larger set of what it sampled from. Lower it.",
+        f"gconfig.top_k must be at most {limits.max_kept_ids:g} for {backend} in training: got {gconfig.top_k}.",
     )
     require(
         not gconfig.narrows or limits.returns_kept_on_cpu or cluster.n_gpus_per_node > 0 or bool(rollout.server_addrs),
@@ -310,8 +298,8 @@ def check_objective(actor: PPOActorConfig, gconfig: GenerationHyperparameters, r
     )
     require(
         actor.ppo_n_minibatches <= rollout.consumer_batch_size,
-        f"actor.ppo_n_minibatches must be at most rollout.consumer_batch_size: got {actor.ppo_n_minibatches} "
-        f"and {rollout.consumer_batch_size}. Lower the first or raise train_dataset.batch_size.",
+        f"actor.ppo_n_minibatches must be at most rollout.consumer_batch_size, {rollout.consumer_batch_size}: got "
+        f"{actor.ppo_n_minibatches}. Lower it or raise train_dataset.batch_size.",
     )
 
 

@@ -62,7 +62,7 @@ _OF_EVALUATION = tuple(name for name in GenerationHyperparameters.model_fields i
 
 
 def _same(block: str, other: str, *names: str) -> dict[str, str]:
-    """Let fields of a block follow those of another block."""
+    """Return entries by which fields of a block follow those of another block."""
     return {f"{block}.{name}": f"{other}.{name}" for name in names}
 
 
@@ -196,11 +196,11 @@ class BaseExperimentConfig(ConfigBase):
         rollout, mode = self.rollout, self.allocation
         if rollout is None:
             return
-        checks.check_named_servers(mode, self.allocation_mode, rollout)
+        rollout.servers_sleep = mode is not None and mode.takes_turns
         if mode is not None and mode.gen_backend is not None:
+            checks.check_backend(mode, self.allocation_mode, rollout)
             rollout.backend = cast(BackendName, mode.gen_backend)
             rollout.num_servers = rollout.num_servers or mode.gen_dp_size
-            rollout.servers_sleep = mode.takes_turns
             rollout.weight_update = rollout.weight_update or ("disk" if mode.takes_turns else "broadcast")
             path = self.trained[1].path
             rollout.colocated = ColocatedConfig(path=path, **vars(self.lite)) if mode.is_colocated else None
@@ -314,9 +314,7 @@ class GRPOConfig(BaseExperimentConfig):
         "rollout.num_minibatches": "actor.ppo_n_minibatches",
         **_same("ref", "actor", "path", "attn_impl", *_OF_FROZEN),
         **_same("teacher", "actor", *_OF_FROZEN),
-        **_same(
-            "eval_gconfig", "gconfig", *sorted(GenerationHyperparameters.model_fields.keys() - {"n_samples", "greedy"})
-        ),
+        **_same("eval_gconfig", "gconfig", *_OF_EVALUATION),
         "tokenizer_path": "actor.path",
         "actor.path": "tokenizer_path",
     }

@@ -219,7 +219,7 @@ class AgentConfig(ConfigBase):
     """Which conversations of a run are trained on, if there are several: all, the first one, or the one with the most
     sampled tokens. Agents also ask for titles and summaries."""
     retry_grace: NonNegative = 30.0
-    """Seconds in which a client that left without its answer may come back for it; later the answer is dropped."""
+    """Seconds an undelivered response is kept for a reconnecting client; later the answer is dropped."""
     heartbeat_s: Positive = 10.0
     """Seconds between the bytes that keep a client waiting while it gets nothing else."""
     online: OnlineConfig = OnlineConfig()
