@@ -29,8 +29,8 @@ from arealite.inference.backends.program import ServerProgram
 from arealite.inference.http import ServerConnection, deadline_in, open_session
 from arealite.launcher.place.local import LocalPlace
 from arealite.launcher.plan.jobs import environment, samples_in_trainer
+from arealite.launcher.plan.layout import foreign_servers
 from arealite.launcher.plan.plan import Plan, checked_plan, entry_script
-from arealite.launcher.plan.servers import foreign_servers
 from arealite.utils.devices import Node, this_node, visible_gpus
 from arealite.utils.secret import secret_of_environment
 

@@ -15,9 +15,8 @@ from arealite.cli.check.findings import Findings, Level
 from arealite.cli.check.model import context_of
 from arealite.engine.hf_model import build_meta_model
 from arealite.inference.backends.program import SHARED_MEMORY, ServerProgram
-from arealite.launcher.plan.layout import make_layout
+from arealite.launcher.plan.layout import foreign_servers, make_layout
 from arealite.launcher.plan.plan import make_plan
-from arealite.launcher.plan.servers import foreign_servers
 from arealite.planner.memory import (
     FLOAT32,
     ModelShape,

@@ -23,7 +23,7 @@ from arealite.engine.hf_model import build_meta_model, checkpoint_shapes, is_cla
 from arealite.engine.lora import HEAD, add_adapters
 from arealite.engine.packed_attention import pick_attention
 from arealite.inference.backends.program import ServerProgram
-from arealite.launcher.plan.servers import foreign_servers
+from arealite.launcher.plan.layout import foreign_servers
 from arealite.planner.memory import model_shape
 from arealite.utils.hf import load_hf_tokenizer, load_image_processor
 from arealite.utils.images import sees_images

@@ -18,8 +18,8 @@ from arealite.api.config.algorithm import describe_choices
 from arealite.api.script import TRACEBACK_VARIABLE
 from arealite.inference.backends.program import ServerProgram
 from arealite.launcher.place.base import Job
+from arealite.launcher.plan.layout import foreign_servers
 from arealite.launcher.plan.plan import Placement, Plan, Run, setup_timeout_s
-from arealite.launcher.plan.servers import foreign_servers
 from arealite.utils.network import LOOPBACK
 from arealite.utils.processes import RESTART_VARIABLE
 

@@ -14,8 +14,7 @@ from arealite.api.cli_args import BaseExperimentConfig, LauncherConfig
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
 from arealite.inference.backends.program import ServerProgram
-from arealite.launcher.plan.layout import Group, make_layout
-from arealite.launcher.plan.servers import num_own_servers
+from arealite.launcher.plan.layout import Group, make_layout, num_own_servers
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from typing import Any
 from arealite.api.errors import NODE_LOST, PEER_LOST, REFUSED, SERVER_FAILED, STALLED, ConfigError
 from arealite.launcher.place.base import NodeLostError, Place, Slot
 from arealite.launcher.plan.jobs import server_job, trainer_job
+from arealite.launcher.plan.layout import foreign_servers
 from arealite.launcher.plan.plan import Placement, Run, setup_timeout_s, trains
-from arealite.launcher.plan.servers import foreign_servers
 from arealite.launcher.supervise.console import Output
 from arealite.launcher.supervise.jobs import Jobs
 from arealite.utils import trace

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError
 from arealite.launcher.local import main as local_main
+from arealite.launcher.plan.layout import foreign_servers
 from arealite.launcher.plan.plan import Plan, make_plan
-from arealite.launcher.plan.servers import foreign_servers
 from arealite.launcher.ray import main as ray_main
 
 REPOSITORY = Path(__file__).parents[3]
