@@ -30,8 +30,7 @@ from arealite.core.rollouts import RolloutSpec, RolloutWorkers
 from arealite.core.worker import GroupSpec
 from arealite.engine.fsdp_engine import COLLECTIVE_TIMEOUT_S
 from arealite.engine.ppo.actor import TOKENS
-from arealite.launcher.place.own_ray import own_ray
-from arealite.launcher.place.ray import connect, forwarded_environment
+from arealite.launcher.place.ray import connect, forwarded_environment, own_ray
 from arealite.launcher.plan.layout import Group, make_layout
 from arealite.rollout.prompts import ShouldAccept
 from arealite.rollout.trajectory import split_batch
