@@ -73,10 +73,10 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 29094,
-    "files of a GRPO run": 156,
-    "code of a GRPO run": 18080,
-    "import depth": 19,
+    "code of the package": 29008,
+    "files of a GRPO run": 155,
+    "code of a GRPO run": 18002,
+    "import depth": 18,
     "keys of a GRPO config": 357,
     "lines of pages": 5804,
     "lines of README.md": 129,
