@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "rollout": {"api", "utils"},
     "watchdog": {"api", "utils"},
     "server": {"api", "utils", "generation"},
-    "inference": {"api", "utils", "rollout", "server.load"},
+    "inference": {"api", "utils", "rollout", "server.app"},
     "engine": {"api", "utils", "algorithms", "inference.remote_engine", "inference.backends"},
     "weights": {"api", "utils", "engine", "inference"},
     "workflow": {"api", "utils", "reward", "chat"},

@@ -1,9 +1,10 @@
 """Continuous batching in one thread that owns the model; other threads post functions that it runs between two steps.
 Invariants: keys and values, also those kept for later requests, are dropped with the weights that computed them, or
-with `allow_stale_kv` every token sampled on them is counted; each token carries the version that sampled it; an error
-in a forward pass fails every request, non-finite logits only their own."""
+with `allow_stale_kv` every token sampled on them is counted; each token has the version that sampled it; an error in a
+forward pass fails every request, non-finite logits only the request of their row."""
 
 import contextlib
+import dataclasses
 import logging
 import math
 import queue
@@ -11,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
 
@@ -22,8 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from arealite.generation.model_runner import ModelRunner
 from arealite.generation.request import FinishReason, GenerationError, GenerationRequest, GenerationResult
 from arealite.generation.sampler import SamplingRows, kept_ids, sample
-from arealite.generation.scheduler import Prefill, Scheduler, Sequence
-from arealite.generation.slot_table import SlotTable
+from arealite.generation.scheduler import Prefill, Scheduler, Sequence, SlotTable
 from arealite.utils import heartbeat, trace
 from arealite.utils.background import resolve
 from arealite.utils.images import placeholder_mask
@@ -32,26 +31,26 @@ from arealite.utils.token_ids import StopStrings
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 MAX_PREFILL_TOKENS, MAX_PREFILL_TOKENS_GPU = 512, 4096
-"""Of one pass: for so long the running sequences wait for their next token."""
+"""Tokens of one pass, which delays the next token of the running sequences."""
 LOG_INTERVAL_S = 5.0
-_CLOSE_S = 120.0  # most that the last step may take
+_CLOSE_S = 120.0  # for the last step
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass
 class EngineStats:
-    """What the engine is doing now."""
+    """The state of the engine, and counts since its start."""
 
-    running: int
-    waiting: int
     slots: int
-    cached_tokens: int
     cache_capacity_tokens: int
-    generated_tokens: int  # since the start
-    prompt_tokens: int  # of sequences that were given a slot since the start, what they had sampled before included
-    prefilled_tokens: int  # of those, tokens that were computed; a slot held the keys and values of the others already
-    stale_kv_tokens: int  # of those generated, tokens sampled on keys and values of older weights
-    is_paused: bool
     version: str
+    running: int = 0
+    waiting: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    prompt_tokens: int = 0  # of sequences that were given a slot, including what they had sampled before
+    prefilled_tokens: int = 0  # prompt tokens that were computed; a slot held the keys and values of the others already
+    stale_kv_tokens: int = 0  # generated tokens that were sampled on keys and values of older weights
+    is_paused: bool = False
 
 
 class GenerationEngine:
@@ -80,19 +79,17 @@ class GenerationEngine:
         self._tokenizer = tokenizer
         self._threads = threads
         self._allow_stale_kv = allow_stale_kv
-        self._stale_kv_tokens = 0
-        # A prefix that others computed has other bits than one that is computed whole.
+        # A reused prefix differs in its last bits from one that is computed with the rest of the prompt.
         slots, reuses = runner.cache.slots, not runner.deterministic
+        self._stats = EngineStats(slots, slots * self.context, version)
         self._table = SlotTable(runner.cache, slots=slots, context=self.context, reuses=reuses)
         max_tokens = MAX_PREFILL_TOKENS if runner.device.type == "cpu" else MAX_PREFILL_TOKENS_GPU
         self._scheduler = Scheduler(self._table, slots=slots, max_prefill_tokens=max_tokens)
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._gate = threading.Lock()  # guards `stopped`, so that no message enters the inbox after the last look at it
+        self._gate = threading.Lock()  # guards `stopped`: no message enters the inbox after its last read
         self._is_paused = self._is_closing = self._awaits_weights = False
-        self._has_cancelled = False  # whether a sequence may have been cancelled that the scheduler still has
         self._rows: SamplingRows | None = None  # parameters of the running sequences; None after those have changed
-        self._generated_tokens = self._logged_tokens = self._prompt_tokens = self._prefilled_tokens = 0
-        self._paused_s = self._unlogged_s = 0.0
+        self._logged_tokens, self._paused_s, self._unlogged_s = 0, 0.0, 0.0
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
         self._thread.start()
 
@@ -125,7 +122,7 @@ class GenerationEngine:
             length=prompt_length,
         )
         self._post(lambda: self._scheduler.waiting.append(sequence))
-        sequence.future.add_done_callback(lambda _: self._forget(sequence))
+        sequence.future.add_done_callback(lambda _: self._forget_cancelled(sequence))
         return sequence.future
 
     def abort(self, rid: str | None = None) -> Future[int]:
@@ -149,11 +146,8 @@ class GenerationEngine:
         shares: bool = False,
         is_partial: bool = False,
     ) -> Future[None]:
-        """Replace all weights between two steps; requests in flight have a new cache then, unless `allow_stale_kv`.
-        With `is_partial` those that are absent stay.
-
-        With `shares` the tensors themselves are the weights, where dtype and device allow; their owner may change them
-        after `await_weights`."""
+        """Replace all weights between two steps (see `ModelRunner.load_weights`); requests in flight compute their
+        cache again, unless `allow_stale_kv`. The owner of shared tensors may change them after `await_weights`."""
 
         def update() -> None:
             with trace.span("load weights", version=version):
@@ -171,22 +165,14 @@ class GenerationEngine:
 
     def await_weights(self) -> Future[None]:
         """Run no forward pass until `update_weights`, not even after `resume`: the weights are about to change."""
-
-        def wait() -> None:
-            self._awaits_weights = True
-
-        return self.call(wait)
+        return self.call(partial(setattr, self, "_awaits_weights", True))
 
     def set_version(self, version: str) -> Future[None]:
         """Rename the current weights."""
-
-        def rename() -> None:
-            self.version = version
-
-        return self.call(rename)
+        return self.call(partial(setattr, self, "version", version))
 
     def forget_prefixes(self) -> Future[None]:
-        """Keep nothing of what was computed so far for later requests."""
+        """Drop the cache that is kept for later requests."""
         return self.call(self._table.clear)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
@@ -198,22 +184,17 @@ class GenerationEngine:
     def stats(self) -> EngineStats:
         """Return current numbers, at most one step old."""
         running = list(self._scheduler.running)
-        return EngineStats(
+        return dataclasses.replace(
+            self._stats,
+            version=self.version,
             running=len(running),
             waiting=len(self._scheduler.waiting),
-            slots=self._runner.cache.slots,
             cached_tokens=sum(sequence.length for sequence in running),
-            cache_capacity_tokens=self._runner.cache.slots * self.context,
-            generated_tokens=self._generated_tokens,
-            prompt_tokens=self._prompt_tokens,
-            prefilled_tokens=self._prefilled_tokens,
-            stale_kv_tokens=self._stale_kv_tokens,
             is_paused=self._is_paused or self._awaits_weights,
-            version=self.version,
         )
 
     def close(self) -> None:
-        """Abort everything and end the thread; one that does not end in time is left to the end of the process."""
+        """Abort everything and end the thread; after the timeout it is left to the end of the process."""
 
         def close() -> None:
             self._abort(lambda _: True)
@@ -231,12 +212,10 @@ class GenerationEngine:
                 raise GenerationError("the engine must run: got a call after its end. Restart the server.")
             self._inbox.put(message)
 
-    def _forget(self, sequence: Sequence) -> None:
-        """Drop a sequence whose future was cancelled, with all others that were until the engine comes to it."""
+    def _forget_cancelled(self, sequence: Sequence) -> None:
         if sequence.future.cancelled():
-            self._has_cancelled = True
-            with contextlib.suppress(GenerationError):  # all sequences are gone already
-                self._post(self._drop_cancelled)
+            with contextlib.suppress(GenerationError):  # the engine has ended and dropped all sequences
+                self._post(lambda: self._abort(lambda queued: queued is sequence))
 
     # Called from the engine's thread
 
@@ -275,7 +254,7 @@ class GenerationEngine:
         return not is_held and bool(self._scheduler.running or self._scheduler.waiting)
 
     def _run_inbox(self) -> None:
-        """Run the messages in the inbox; if there is nothing to sample, wait for one."""
+        """Run the messages in the inbox; if there is nothing to sample, wait for a message."""
         while not self._is_closing:
             try:
                 message = self._inbox.get(block=not self._has_work())
@@ -284,10 +263,10 @@ class GenerationEngine:
             message()
 
     def _step(self) -> None:
-        """Admit new sequences and prefill what no slot holds of them, then decode one token of every running one."""
+        """Admit new sequences and prefill what no slot holds of them, then decode a token of every running sequence."""
         first_new = len(self._scheduler.running)
         if prefills := self._scheduler.admit():
-            with trace.span("prefill", tokens=sum(len(one.tokens) - one.start for one in prefills)):
+            with trace.span("prefill", tokens=sum(len(prefill.tokens) - prefill.start for prefill in prefills)):
                 logits = self._prefill(prefills)
             if first_new < len(self._scheduler.running):
                 self._rows = None
@@ -295,8 +274,8 @@ class GenerationEngine:
         running = self._scheduler.running
         if running:
             positions = np.array([sequence.length - 1 for sequence in running])
-            shown = [one.request.images for one in running]
-            shifts = np.array([0 if images is None else images.position_shift for images in shown])
+            images = [sequence.request.images for sequence in running]
+            shifts = np.array([0 if seen is None else seen.position_shift for seen in images])
             last = [sequence.output_ids[-1] for sequence in running]
             with trace.span("decode", sequences=len(running)):
                 self._sample(self._runner.decode(last, positions, shifts=shifts), 0)
@@ -304,17 +283,17 @@ class GenerationEngine:
     def _prefill(self, prefills: list[Prefill]) -> torch.Tensor:
         """Fill the slots of new sequences; return the logits after each prompt, `[n, V]`."""
         logits = self._runner.prefill(
-            [one.tokens for one in prefills],
-            [one.first_slot for one in prefills],
-            [one.sequences[0].request.images if one.sequences else None for one in prefills],
-            [one.start for one in prefills],
+            [prefill.tokens for prefill in prefills],
+            [prefill.first_slot for prefill in prefills],
+            [prefill.sequences[0].request.images if prefill.sequences else None for prefill in prefills],
+            [prefill.start for prefill in prefills],
         )
-        for one in prefills:
-            self._runner.cache.copy(one.first_slot, one.slots[1:], len(one.tokens))
-            self._scheduler.prefilled(one)
-            self._prompt_tokens += len(one.tokens) * len(one.sequences)
-            self._prefilled_tokens += len(one.tokens) - one.start
-        repeats = torch.tensor([len(one.sequences) for one in prefills], device=logits.device)
+        for prefill in prefills:
+            self._runner.cache.copy(prefill.first_slot, prefill.slots[1:], len(prefill.tokens))
+            self._scheduler.prefilled(prefill)
+            self._stats.prompt_tokens += len(prefill.tokens) * len(prefill.sequences)
+            self._stats.prefilled_tokens += len(prefill.tokens) - prefill.start
+        repeats = torch.tensor([len(prefill.sequences) for prefill in prefills], device=logits.device)
         return logits.repeat_interleave(repeats, 0)
 
     def _sample(self, logits: torch.Tensor, first: int) -> None:
@@ -323,22 +302,22 @@ class GenerationEngine:
         rows = self._rows if first == 0 else None
         if rows is None:
             rows = SamplingRows(
-                [(one.request.params, len(one.request.input_ids), one.stop_ids) for one in sequences],
+                [(seq.request.params, len(seq.request.input_ids), seq.stop_ids) for seq in sequences],
                 self.vocab_size,
                 logits.device,
             )
         if first == 0:
             self._rows = rows
-        tokens, logprobs, of_all = sample(logits, rows, np.array([sequence.length for sequence in sequences]))
-        wanting = [row for row, sequence in enumerate(sequences) if sequence.request.returns_kept]
-        kept = dict(zip(wanting, kept_ids(of_all[wanting]))) if wanting else {}
-        self._generated_tokens += len(sequences)
+        tokens, logprobs, all_logprobs = sample(logits, rows, np.array([sequence.length for sequence in sequences]))
+        with_kept = [row for row, sequence in enumerate(sequences) if sequence.request.returns_kept]
+        kept = dict(zip(with_kept, kept_ids(all_logprobs[with_kept]))) if with_kept else {}
+        self._stats.generated_tokens += len(sequences)
         ended: dict[int, FinishReason | GenerationError] = {}
         for slot, (sequence, token, logprob) in enumerate(zip(sequences, tokens.tolist(), logprobs.tolist()), first):
             if not math.isfinite(logprob):
                 ended[slot] = GenerationError("logits must be finite: got NaN or inf. Check the weights.")
                 continue
-            self._stale_kv_tokens += sequence.has_stale_kv
+            self._stats.stale_kv_tokens += sequence.has_stale_kv
             sequence.kept += [kept[slot - first]] if slot - first in kept else []
             if (reason := sequence.append(token, logprob, self.version)) is not None:
                 ended[slot] = reason
@@ -372,26 +351,20 @@ class GenerationEngine:
             self._resolve(sequence, FinishReason("abort", message=message))
         return len(aborted)
 
-    def _drop_cancelled(self) -> None:
-        if self._has_cancelled:
-            self._has_cancelled = False
-            self._abort(lambda sequence: sequence.future.cancelled())
-
     def _resolve(self, sequence: Sequence, outcome: FinishReason | GenerationError) -> None:
         if not sequence.future.set_running_or_notify_cancel():
             return
         if isinstance(outcome, GenerationError):
             sequence.future.set_exception(outcome)
         else:
-            output = sequence.output_ids, sequence.logprobs, outcome
-            result = GenerationResult(*output, self.version, sequence.spans, sequence.num_stale_tokens, sequence.kept)
-            sequence.future.set_result(result)
+            output, counts = (sequence.output_ids, sequence.logprobs), (sequence.num_stale_tokens, sequence.kept)
+            sequence.future.set_result(GenerationResult(*output, outcome, self.version, sequence.spans, *counts))
 
     def _log_progress(self, step_s: float) -> None:
         self._unlogged_s += step_s
         if self._unlogged_s < LOG_INTERVAL_S:
             return
-        rate = (self._generated_tokens - self._logged_tokens) / self._unlogged_s
-        self._unlogged_s, self._logged_tokens = 0.0, self._generated_tokens
+        rate = (self._stats.generated_tokens - self._logged_tokens) / self._unlogged_s
+        self._unlogged_s, self._logged_tokens = 0.0, self._stats.generated_tokens
         running, waiting = len(self._scheduler.running), len(self._scheduler.waiting)
         logger.info("running %d | waiting %d | %.0f tok/s | version %s", running, waiting, rate, self.version)

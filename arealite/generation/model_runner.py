@@ -1,9 +1,17 @@
 """Runs any Hugging Face causal language model over our slot cache, by the model's own forward, so that logprobs equal
-the trainer's. A model for which our attention differs (recurrent state, attention sinks) is refused on loading."""
+the trainer's. A model for which our attention differs (recurrent state, attention sinks) is refused on loading.
 
+On a GPU, decoding runs as CUDA graphs: Python launches the kernels of a small model more slowly than they run. A graph
+has one shape, so numbers of sequences and lengths are rounded up. Added rows write to the last position of their slots,
+which no sequence uses: the last token of the longest sequence has no successor."""
+
+# n sequences, N packed tokens, V vocabulary, H hidden size, L tokens of a prompt
+
+import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,12 +19,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from arealite.generation.decode_graphs import FixedShapes
 from arealite.generation.slot_attention import ATTENTION_NAME, PackedPrefill, SlotCache, SlotDecode, SlotStep
 from arealite.utils.hf import as_in_checkpoint, require_fixed_rope
 from arealite.utils.images import Images, placeholder_mask, rope_positions, sees_images
 
 logger = logging.getLogger(__name__)
+ROW_STEP, LENGTH_STEP = 16, 256
+"""Steps of the numbers of sequences and of the lengths, see `rounded`."""
+MAX_SHAPES = 128
+"""Shapes that are kept: graphs cost memory, and 64 sequences of 32k tokens have 384 shapes."""
+
+Forward = Callable[[torch.Tensor, int], torch.Tensor]
+"""Decodes tokens, positions and rotary positions `[3, n]` over a cache of L tokens; returns logits `[n, V]`."""
 
 
 class ModelRunner:
@@ -40,7 +54,7 @@ class ModelRunner:
         for parameter in self._parameters.values():
             if parameter.data_ptr() % 64:  # as mapped from a file; some matrix products round by it
                 parameter.data = parameter.data.clone()
-        self._shared: set[str] = set()  # parameters whose storage is someone else's
+        self._shared: set[str] = set()  # parameters whose storage is the trainer's
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         every_parameter = dict(model.named_parameters(remove_duplicate=False))
         self._tied = {name: names[id(p)] for name, p in every_parameter.items() if name not in self._parameters}
@@ -48,22 +62,14 @@ class ModelRunner:
         required = as_in_checkpoint(model, meta)
         self._required = required.keys()
         self._tied = {name: next(iter(as_in_checkpoint(model, {by: meta[by]}))) for name, by in self._tied.items()}
-        # Of every weight that an update may contain, by its name in the checkpoint.
+        # Every weight that an update may contain, by its name in the checkpoint.
         weights = required | {name: every_parameter[name] for name in self._tied}
         self.weight_shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
-        self.cache = SlotCache(
-            layers=config.num_hidden_layers,
-            slots=slots,
-            heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-            context=context,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            dtype=model.dtype,
-            device=model.device,
-        )
+        self.cache = SlotCache(model, slots=slots, context=context)
         is_dense = not any(getattr(config, name, None) for name in ("num_experts", "num_local_experts"))
         self._graphs: FixedShapes | None = None
-        if self.device.type == "cuda" and is_dense and not deterministic:  # routing to experts waits for numbers
+        if self.device.type == "cuda" and is_dense and not deterministic:  # choosing experts reads numbers
             self._graphs = FixedShapes(self.decode_step, slots=slots, context=context, device=self.device)
         self._check_against_reference()
 
@@ -79,16 +85,17 @@ class ModelRunner:
         Slots hold the first `starts` tokens of their prompts already; a prompt with images must start at 0."""
         images, starts = images or [None] * len(prompts), starts or [0] * len(prompts)
         if self.deterministic and len(prompts) > 1:
-            each = zip(prompts, slots, images, starts, strict=True)
-            return torch.cat([self.prefill([prompt], [slot], [image], [start]) for prompt, slot, image, start in each])
+            rows = zip(prompts, slots, images, starts, strict=True)
+            return torch.cat([self.prefill([prompt], [slot], [image], [start]) for prompt, slot, image, start in rows])
         new = [list(prompt[start:]) for prompt, start in zip(prompts, starts, strict=True)]
         step = PackedPrefill(self.cache, slots, [len(tokens) for tokens in new], starts)
         tokens_N = torch.tensor([token for tokens in new for token in tokens]).to(self.device)
-        positions, embeddings = step.positions_N[None], None
+        inputs, positions = {"input_ids": tokens_N[None]}, step.positions_N[None]
         if any(images):
             positions, embeddings = self._with_images(tokens_N.split(step.lengths), images, starts)
+            inputs = {"inputs_embeds": embeddings}
         last_n = (torch.tensor(step.ends) - 1).to(self.device)
-        return self._forward(tokens_N[None], positions, step, last_n, embeddings)[0]
+        return self._forward(inputs, positions, step, last_n)[0]
 
     def decode(
         self, tokens: Sequence[int], positions: np.ndarray, first_slot: int = 0, shifts: np.ndarray | None = None
@@ -98,8 +105,8 @@ class ModelRunner:
         `shifts` are added to the positions for rotary embeddings (`Images.position_shift`)."""
         shifts = np.zeros_like(positions) if shifts is None else shifts
         if self.deterministic and len(tokens) > 1:
-            ones = [slice(row, row + 1) for row in range(len(tokens))]
-            return torch.cat([self.decode(tokens[one], positions[one], one.start, shifts[one]) for one in ones])
+            rows = [slice(row, row + 1) for row in range(len(tokens))]
+            return torch.cat([self.decode(tokens[row], positions[row], row.start, shifts[row]) for row in rows])
         inputs_3n = torch.from_numpy(np.stack([np.array(tokens), positions, positions + shifts])).to(self.device)
         length = int(positions.max()) + 1
         if self._graphs is not None and first_slot == 0:
@@ -107,10 +114,10 @@ class ModelRunner:
         return self.decode_step(inputs_3n, length, first_slot)
 
     def decode_step(self, inputs_3n: torch.Tensor, length: int, first_slot: int = 0) -> torch.Tensor:
-        """Decode tokens at positions, at rotary positions, `[3, n]`, over caches of at most `length` tokens."""
+        """Decode (tokens, positions, rotary positions), `[3, n]`, over caches of at most `length` tokens."""
         tokens_n, positions_n, rotary_n = inputs_3n
         step = SlotDecode(self.cache, first_slot, positions_n, length)
-        return self._forward(tokens_n[:, None], rotary_n[:, None], step, 0)[:, 0]
+        return self._forward({"input_ids": tokens_n[:, None]}, rotary_n[:, None], step, 0)[:, 0]
 
     def _with_images(
         self, prompts: Sequence[torch.Tensor], images: Sequence[Images | None], starts: Sequence[int]
@@ -131,18 +138,11 @@ class ModelRunner:
         return torch.cat(positions, 1)[:, None], torch.cat(embeddings)[None]
 
     def _forward(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        step: SlotStep,
-        logits_to_keep: int | torch.Tensor,
-        embeddings: torch.Tensor | None = None,
+        self, inputs: dict[str, torch.Tensor], positions: torch.Tensor, step: SlotStep, rows: int | torch.Tensor
     ) -> torch.Tensor:
-        inputs = {"input_ids": tokens} if embeddings is None else {"inputs_embeds": embeddings}
-        output = self.model(
-            **inputs, position_ids=positions, use_cache=False, logits_to_keep=logits_to_keep, slot_step=step
-        )
-        return output.logits
+        """Return logits at these rows of the sequence; 0 is all."""
+        options = {"position_ids": positions, "use_cache": False, "logits_to_keep": rows, "slot_step": step}
+        return self.model(**inputs, **options).logits
 
     def _check_against_reference(self) -> None:
         """Refuse a model whose prefill or decoding of a few tokens differs from its own attention."""
@@ -151,12 +151,10 @@ class ModelRunner:
         prompts = [tokens[:3], tokens[:6]][-len(slots) :]
         name = type(self.model).__name__
         with torch.inference_mode():
-            logits: torch.Tensor = self.model(
-                input_ids=torch.tensor([tokens], device=self.device), use_cache=False
-            ).logits
-            reference = logits[0, [2, 5, 6, 7][-len(slots) - 2 :]].float()
+            output = self.model(input_ids=torch.tensor([tokens], device=self.device), use_cache=False)
+            reference: torch.Tensor = output.logits[0, [2, 5, 6, 7][-len(slots) - 2 :]].float()
             try:
-                parts = {"": ATTENTION_NAME, "text_config": ATTENTION_NAME}  # a vision tower keeps its own
+                parts = {"": ATTENTION_NAME, "text_config": ATTENTION_NAME}  # a vision tower keeps its attention
                 self.model.set_attn_implementation(parts if sees_images(self.model.config) else ATTENTION_NAME)
                 prefilled = self.prefill(prompts, slots)
                 decoded = [self.decode([tokens[p]], np.array([p]), slots[-1]) for p in (6, 7)]
@@ -177,10 +175,10 @@ class ModelRunner:
         self, weights: Mapping[str, torch.Tensor], *, shares: bool = False, is_partial: bool = False
     ) -> None:
         """Overwrite all weights, cast to the model's dtype; if they don't fit, raise ValueError and change nothing.
-        A tied weight may be absent, or equal to the one it is tied to. With `is_partial` any may be absent, and stays.
+        A tied weight may be absent, or equal to its source. With `is_partial` absent weights keep their values.
 
-        With `shares` a tensor of the dtype and device of a parameter becomes its storage; from then on the caller
-        changes it, passing it again copies nothing, and weights from elsewhere are refused."""
+        With `shares` a tensor of the dtype and device of a parameter becomes its storage: the caller may change it
+        later, passing it again copies nothing, and weights from elsewhere are refused."""
         if self._shared and not shares:
             raise ValueError(
                 "weights must come from the trainer of this process, whose parameters these are: got others. Let it "
@@ -201,22 +199,83 @@ class ModelRunner:
             elif name in weights and weights[name].data_ptr() != parameter.data_ptr():
                 parameter.copy_(weights[name])
             elif name not in weights and name not in self._required:  # in a checkpoint it has other names, or parts
-                # What becomes of the positions of its elements tells where those of the checkpoint belong.
-                positions = torch.arange(parameter.numel(), device=self.device).view(parameter.shape)
-                for part, here in as_in_checkpoint(self.model, {name: positions}).items():
+                # Converting the indices of its elements shows where those of the checkpoint belong.
+                indices = torch.arange(parameter.numel(), device=self.device).view(parameter.shape)
+                for part, part_indices in as_in_checkpoint(self.model, {name: indices}).items():
                     if part in weights:
-                        parameter.view(-1)[here] = weights[part].to(parameter)
+                        parameter.view(-1)[part_indices] = weights[part].to(parameter)
 
     def _share(self, name: str, weight: torch.Tensor) -> None:
-        """Let a tensor be a parameter from now on, or copy it if it can't be."""
+        """Use a tensor as storage of a parameter, or copy it if dtype or device differ."""
         parameter = self._parameters[name]
         if (weight.dtype, weight.device) != (parameter.dtype, parameter.device):
             parameter.copy_(weight)
             return
         parameter.data = weight
         self._shared.add(name)
-        if self._graphs is not None:  # they read where the parameter was
+        if self._graphs is not None:  # which read the old storage
             self._graphs.forget()
+
+
+def rounded(count: int, *, step: int, limit: int) -> int:
+    """Round up to a power of two, above `step` to a multiple of it and of a sixteenth of that power, but not beyond
+    `limit`."""
+    power = 1 << (count - 1).bit_length()
+    step = max(step, power // 16)
+    return min(power if count <= step else -(-count // step) * step, limit)
+
+
+class FixedShapes:
+    """Runs a forward pass in few shapes, as CUDA graphs or as it is."""
+
+    def __init__(self, forward: Forward, *, slots: int, context: int, device: torch.device) -> None:
+        """`forward` must take any number of sequences up to `slots`, and lengths up to `context`."""
+        self._forward = forward
+        self._slots, self._context = slots, context
+        self._inputs_3n = torch.zeros(3, slots, dtype=torch.int64, device=device)
+        self._replay_of = functools.lru_cache(maxsize=MAX_SHAPES)(self._prepared)
+        self._pool: Any = None  # memory that all graphs share
+        self._logits_nV: torch.Tensor | None = None  # output that all graphs share
+
+    def decode(self, inputs_3n: torch.Tensor, length: int) -> torch.Tensor:
+        """Decode one token each of slots 0..n-1, which hold at most `length` tokens with it; return `[n, V]`, which the
+        next call overwrites."""
+        n = inputs_3n.shape[1]
+        num_rows = rounded(n, step=ROW_STEP, limit=self._slots)
+        shape = num_rows, rounded(length, step=LENGTH_STEP, limit=self._context)
+        self._inputs_3n[:, :n].copy_(inputs_3n)
+        self._inputs_3n[:, n:num_rows] = 0
+        self._inputs_3n[1, n:num_rows] = self._context - 1
+        return self._replay_of(*shape)()[:n]
+
+    def forget(self) -> None:
+        """Forget every shape, as the weights have moved."""
+        self._replay_of.cache_clear()
+
+    def _prepared(self, num_rows: int, length: int) -> Callable[[], torch.Tensor]:
+        """Return a function that runs a step of one shape on the inputs."""
+        inputs_3n = self._inputs_3n[:, :num_rows]
+        if inputs_3n.device.type != "cuda":
+            return lambda: self._forward(inputs_3n, length)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # libraries initialize in the first pass, which must not be captured
+            logits = self._forward(inputs_3n, length)
+        torch.cuda.current_stream().wait_stream(stream)
+        if self._logits_nV is None:
+            self._logits_nV = logits.new_empty(self._slots, logits.shape[1])
+        logits_nV = self._logits_nV
+        graph = torch.cuda.CUDAGraph()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        # Another thread, a trainer's, may allocate memory meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            logits_nV[:num_rows] = self._forward(inputs_3n, length)
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return logits_nV
+
+        return replay
 
 
 def check_shapes(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:

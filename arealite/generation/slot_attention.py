@@ -1,16 +1,17 @@
 """The KV cache, and the attention over it that Hugging Face models call through their attention interface. A slot holds
-the keys and values of one sequence. Running sequences occupy slots 0..n-1, so decoding reads views of the cache instead
-of copies. A forward pass takes its `SlotStep` as a keyword, which reaches every attention layer."""
+the keys and values of one sequence. Running sequences occupy slots 0..n-1, so decoding reads views of the cache, not
+copies. A forward pass takes its `SlotStep` as a keyword, which reaches every attention layer."""
 
 # n sequences, N packed tokens, H key-value heads, G query heads per key-value head, D head size, L cached tokens
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
 ATTENTION_NAME = "arealite_slots"
@@ -19,22 +20,16 @@ ATTENTION_NAME = "arealite_slots"
 class SlotCache:
     """Keys and values of `slots` sequences of at most `context` tokens, and a spare slot for a prompt in chunks."""
 
-    def __init__(
-        self,
-        *,
-        layers: int,
-        slots: int,
-        heads: int,
-        context: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, *, slots: int, context: int) -> None:
+        """Allocate it with the dtype and on the device of the model."""
         self.slots = slots
         self.context = context
-        shape = (layers, 2, slots + 1, heads, context, head_dim)
+        config, dtype = model.config.get_text_config(), model.dtype
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = (config.num_hidden_layers, 2, slots + 1, heads, context, head_dim)
         # Attention multiplies masked values by 0, so they must be finite.
-        if device.type == "cpu":  # numpy maps zeros when they are first touched, so unused slots cost nothing
+        if model.device.type == "cpu":  # numpy maps zeros when they are first touched, so unused slots cost nothing
             try:
                 raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
             except MemoryError as error:
@@ -44,18 +39,18 @@ class SlotCache:
                 ) from error
             self.kv = torch.from_numpy(raw).view(dtype).view(shape)
         else:
-            self.kv = torch.zeros(shape, dtype=dtype, device=device)
+            self.kv = torch.zeros(shape, dtype=dtype, device=model.device)
 
-    def copy(self, source: int, destinations: Sequence[int], length: int) -> None:
-        """Copy the first `length` tokens of one slot into others."""
+    def copy(self, source: int, destinations: Iterable[int], length: int) -> None:
+        """Copy the first `length` tokens of a slot into other slots."""
         for slot in destinations:
             self.kv[:, :, slot, :, :length] = self.kv[:, :, source, :, :length]
 
-    def swap(self, one: int, other: int, length: int) -> None:
+    def swap(self, slot_a: int, slot_b: int, length: int) -> None:
         """Exchange the first `length` tokens of two slots."""
-        kept = self.kv[:, :, one, :, :length].clone()
-        self.copy(other, [one], length)
-        self.kv[:, :, other, :, :length] = kept
+        kept = self.kv[:, :, slot_a, :, :length].clone()
+        self.copy(slot_b, [slot_a], length)
+        self.kv[:, :, slot_b, :, :length] = kept
 
     def erase(self, slot: int, length: int) -> None:
         """Zero the first `length` tokens of a slot, which may be NaN."""
@@ -63,7 +58,7 @@ class SlotCache:
 
 
 class PackedPrefill:
-    """Prefill of sequences packed into one row: each attends to what its slot holds and to itself, and fills it."""
+    """Prefill of sequences packed into one row: each attends to its slot's tokens and its own, which are added."""
 
     def __init__(self, cache: SlotCache, slots: Sequence[int], lengths: Sequence[int], starts: Sequence[int]) -> None:
         """Add `lengths` tokens to slots that hold the first `starts`."""

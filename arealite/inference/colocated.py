@@ -16,7 +16,7 @@ import torch
 from arealite.api.config.rollout import ColocatedConfig
 from arealite.api.errors import ServerError
 from arealite.rollout.event_loop import EventLoopThread
-from arealite.server.load import load_server
+from arealite.server.app import load_server
 from arealite.utils import heartbeat
 from arealite.utils.http_server import HttpServer
 from arealite.utils.network import LOOPBACK

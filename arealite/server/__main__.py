@@ -1,7 +1,7 @@
 """`python -m arealite.server --model-path DIR --port P`: serve one model with the embedded engine until SIGTERM.
 
 On SIGTERM, requests in flight return the tokens so far. With a secret in the environment (`utils.secret`) every request
-must show it; without one the server listens on loopback only.
+must have it; without one the server listens on loopback only.
 
 Exit status: 0 after SIGTERM or SIGINT, 1 when generation failed, 2 for arguments or a model that can't be served.
 """
@@ -19,8 +19,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from arealite.generation.engine import GenerationEngine
-from arealite.server.app import Server
-from arealite.server.load import load_server
+from arealite.server.app import Server, load_server
 from arealite.utils import heartbeat
 from arealite.utils.http_server import HttpServer
 from arealite.utils.processes import raise_file_limit, skip_last_collection
@@ -28,7 +27,7 @@ from arealite.utils.secret import check_exposed, secret_of_environment
 from arealite.utils.terminal import Parser, setup_logging
 
 logger = logging.getLogger("arealite.server")
-FAILURE_NOTICE_S = 1.0  # time for which a failed server still replies 503 with the reason
+FAILURE_NOTICE_S = 1.0  # how long a failed server replies 503 with the reason
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,12 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     setup_logging()
     disable_progress_bar()
     raise_file_limit()
-    torch.set_num_threads(1)  # the engine's thread has --threads; with more than cores in all, OpenMP lets them sleep
+    torch.set_num_threads(1)  # the engine's thread has --threads; more threads than cores would sleep in OpenMP
     try:
         check_exposed(args.host, secret_of_environment())
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
         try:
-            socket.create_server((args.host, args.port), family=family).close()  # told before the model is loaded
+            socket.create_server((args.host, args.port), family=family).close()  # fails before the model is loaded
         except OSError as error:
             raise ValueError(
                 f"--host and --port must be an address that is free here: got {args.host}:{args.port} "
@@ -63,9 +62,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = Parser(prog="python -m arealite.server", description=__doc__)
     parser.add_argument("--model-path", required=True, help="Hugging Face folder with safetensors, or hub id")
-    parser.add_argument("--port", type=int, required=True, help="0 picks a free one, which the log names")
+    parser.add_argument("--port", type=int, required=True, help="0 picks a free port, which the log names")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--threads", type=int, default=1, help="of torch")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
     parser.add_argument("--slots", type=int, default=64, help="sequences that run at once; more wait")
     parser.add_argument("--context", type=int, default=2048, help="tokens of prompt and output together")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
@@ -99,12 +98,7 @@ async def serve(engine: GenerationEngine, server: Server, args: argparse.Namespa
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, signalled.set)
-    try:
-        port = await http.start(args.host, args.port)
-    except OSError as error:
-        logger.error("can't listen on %s:%d: %s", args.host, args.port, error)
-        await asyncio.to_thread(engine.close)
-        return 2
+    port = await http.start(args.host, args.port)
     logger.info("serving %s at http://%s:%d", args.model_path, args.host, port)
     stop = asyncio.create_task(signalled.wait())
     failed: asyncio.Future[None] = asyncio.wrap_future(engine.stopped)

@@ -1,31 +1,39 @@
 """HTTP around the generation engine, in SGLang's protocol. A client that disconnects frees its slot.
 
 Status: 400 when the client must change its request; 401 without the run's secret (all but GET /health); 403 and 415 for
-what web pages send; 409 for tensors that are not as they were sent; 500 when generation failed; 503 from /health when
-the engine has ended.
+requests of web pages; 409 for tensors whose fingerprints differ; 500 when generation failed; 503 from /health when the
+engine has ended.
 """
 
 import asyncio
 import functools
 import itertools
+import json
 import logging
 import threading
 import time
 from asyncio import wrap_future
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from arealite.generation.engine import GenerationEngine
+from arealite.generation.model_runner import ModelRunner
 from arealite.generation.request import GenerationError, GenerationRequest, GenerationResult
 from arealite.server import protocol
 from arealite.server.weight_receiver import MismatchError, WeightReceiver
-from arealite.utils.images import Images, from_base64, process_images
+from arealite.utils.files import reading
+from arealite.utils.hf import load_causal_lm, load_hf_tokenizer, load_image_processor, local_folder
+from arealite.utils.images import Images, from_base64, process_images, sees_images
 from arealite.utils.secret import is_authorized, refusal
 from arealite.utils.token_ids import expansion
+from arealite.utils.weight_transfer import DTYPES
 
 logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 * 2**20
@@ -46,10 +54,10 @@ class Server:
         seed: int = 0,
         secret: str | None = None,
     ) -> None:
-        """`image_processor` is that of a model that sees images."""
+        """A model that sees images must have an `image_processor`."""
         self._engine, self._tokenizer, self._image_processor = engine, tokenizer, image_processor
         self._images_of = functools.lru_cache(maxsize=NUM_CACHED_IMAGES)(self._process_images)
-        self._image_lock = threading.Lock()  # one thread makes the patches that the others of a group wait for
+        self._image_lock = threading.Lock()  # samples of a group wait for the thread that computes their patches
         self._model_path, self._seed, self._secret = model_path, seed, secret
         self._num_unseeded = itertools.count()
         self._weights = WeightReceiver(engine)
@@ -79,7 +87,7 @@ class Server:
 
     @web.middleware
     async def _authorize(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Require the secret, except for GET /health; without one refuse what the pages of a browser may send."""
+        """Require the secret, except for GET /health; without a secret refuse what web pages may send."""
         kind = request.content_type
         if self._secret is None and "Origin" in request.headers:
             return error_response(403, "requests must not come from a web page: got an Origin header. Leave it out.")
@@ -172,7 +180,7 @@ class Server:
             return self._images_of(image_data)
 
     def _process_images(self, image_data: tuple[str, ...]) -> Images:
-        return process_images(self._image_processor, [from_base64(one) for one in image_data])
+        return process_images(self._image_processor, [from_base64(image) for image in image_data])
 
     def _text(self, result: GenerationResult, params: protocol.SamplingBody) -> str:
         """Decode the output without its stop token or string, as SGLang does unless `no_stop_trim`."""
@@ -189,7 +197,7 @@ class Server:
 
 
 def _post(path: str, body_type: type[protocol.M], action: Callable[[protocol.M], Awaitable[object]]) -> web.RouteDef:
-    """Route POSTs to an action, which returns a message, or a list of mismatched tensors, or nothing."""
+    """Route POSTs to an action that returns a message, a list of mismatched tensors, or nothing."""
 
     async def handle(request: web.Request) -> web.Response:
         outcome = await action(protocol.parse(body_type, await request.read()))
@@ -212,10 +220,75 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         return await handler(request)
     except GenerationError as error:
         return error_response(503 if request.path == "/health" else 500, str(error))
-    except (ValueError, web.RequestPayloadError) as error:
+    except (ValueError, OSError, web.RequestPayloadError) as error:
         return error_response(409 if isinstance(error, MismatchError) else 400, str(error))
     except web.HTTPException as error:
         return error_response(error.status, f"{request.method} {request.path}: {error.reason}")
     except Exception as error:  # a bug must not look like a dead connection
         logger.exception("%s %s failed", request.method, request.path)
         return error_response(500, f"{type(error).__name__}: {error}")
+
+
+def load_server(
+    path: str,
+    *,
+    dtype: str,
+    device: str,
+    slots: int,
+    context: int,
+    threads: int,
+    deterministic: bool,
+    allow_stale_kv: bool,
+    seed: int,
+    secret: str | None,
+    weight_version: str = "0",
+) -> tuple[GenerationEngine, Server]:
+    """Load a model and start the thread that generates; ValueError, OSError or ImportError if it can't be served.
+
+    `seed` is for requests without a seed, `weight_version` the version of the weights in the folder."""
+    folder = local_folder(path)
+    options = {"dtype": DTYPES[dtype], "local_files_only": True, "attn_implementation": "sdpa"}
+    try:
+        model, loading_info = load_causal_lm(folder, **options, output_loading_info=True)
+    except (SafetensorError, RuntimeError) as error:  # a truncated file, or other shapes
+        raise ValueError(
+            f"{path} must hold the weights that its config describes: got {error} Save or download it again."
+        ) from error
+    except (StrictDataclassError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise ValueError(
+            f"the configs in {path} must describe a model of transformers: got {type(error).__name__}: {error}. "
+            "Correct them, or download them again."
+        ) from error
+    if missing := sorted(loading_info["missing_keys"]):  # which transformers initialized
+        raise ValueError(
+            f"{path} must have every tensor of {type(model).__name__}: got {len(missing)} missing, "
+            f"{', '.join(missing[:3])}. Save or download it again."
+        )
+    runner = ModelRunner(model.to(device), slots=slots, context=context, deterministic=deterministic)
+    has_tokenizer = any((Path(folder) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
+    tokenizer: PreTrainedTokenizerBase | None = load_hf_tokenizer(folder) if has_tokenizer else None
+    image_processor = load_image_processor(folder) if sees_images(model.config) else None
+    engine = GenerationEngine(
+        runner,
+        eos_ids=end_of_sequence_ids(folder, tokenizer),
+        tokenizer=tokenizer,
+        version=weight_version,
+        threads=threads,
+        allow_stale_kv=allow_stale_kv,
+    )
+    server = Server(engine, tokenizer, model_path=path, image_processor=image_processor, seed=seed, secret=secret)
+    return engine, server
+
+
+def end_of_sequence_ids(model_path: str, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    """Collect the ids that end a sequence from the folder's config, generation config and tokenizer."""
+    ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        file = Path(model_path) / name
+        if file.exists():
+            with reading(file):
+                eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+                ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return frozenset(ids)

@@ -131,9 +131,9 @@ class VerifiedBody(Body):
     """POST /end_weight_update, and how the tensors of any update are verified; SGLang has none of the fields."""
 
     fingerprints: dict[str, str] | None = None  # the sender's, by tensor (`utils.fingerprint`); None does not verify
-    on_mismatch: Literal["refuse", "accept"] = "refuse"  # keep the old weights, or take the new and say which differ
+    on_mismatch: Literal["refuse", "accept"] = "refuse"  # keep the old weights, or use the new ones
     only_stage: bool = False  # serve the old weights until the next /end_weight_update
-    is_partial: bool = False  # what did not come stays as the updates before have brought it
+    is_partial: bool = False  # tensors that are not sent keep the values of the last update
 
 
 class DiskUpdateBody(VerifiedBody):
@@ -171,8 +171,8 @@ class BeginUpdateBody(Body):
 
 
 class BucketBody(Body):
-    """POST /update_weights_from_distributed: the tensors that come next, in order. With several senders there is a list
-    of groups, that of each tensor, and the tensors come at once; SGLang has one group in a call."""
+    """POST /update_weights_from_distributed: the next tensors, in order. With several senders `group_name` has the
+    group of each tensor, and the tensors arrive in parallel; SGLang has one group per call."""
 
     names: list[str]
     dtypes: list[str]
@@ -184,7 +184,7 @@ class BucketBody(Body):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        lengths = [len(one) for one in (self.names, self.dtypes, self.shapes, self.groups)]
+        lengths = [len(values) for values in (self.names, self.dtypes, self.shapes, self.groups)]
         if len({*lengths}) > 1:
             raise ValueError(
                 "names, dtypes and shapes, and group_name if it is a list, must have equal lengths: "

@@ -24,7 +24,7 @@ from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from arealite.engine.fsdp_engine import COLLECTIVE_TIMEOUT_S, FSDPEngine
 from arealite.engine.sft.lm_engine import sft_loss_fn
 from arealite.generation.model_runner import ModelRunner
-from arealite.server.load import end_of_sequence_ids
+from arealite.server.app import end_of_sequence_ids
 from arealite.utils.weight_transfer import close_group, join_group, receive_bucket
 
 Make = Callable[..., FSDPEngine]

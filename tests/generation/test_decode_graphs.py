@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import build, config
 
-from arealite.generation.decode_graphs import LENGTH_STEP, MAX_SHAPES, FixedShapes, rounded
-from arealite.generation.model_runner import ModelRunner
+from arealite.generation.model_runner import LENGTH_STEP, MAX_SHAPES, FixedShapes, ModelRunner, rounded
 
 CONTEXT = 300
 PROMPTS = [[5, 9, 7, 3, 11], [8], list(range(2, 40)) * 7, [5, 9, 7, 3, 12]]

@@ -23,7 +23,6 @@ from arealite.generation.request import (
     SamplingParams,
     VersionSpan,
 )
-from arealite.generation.scheduler import Sequence
 
 Start = Callable[..., GenerationEngine]
 
@@ -364,25 +363,3 @@ def test_many_threads_may_submit_abort_and_update(start: Start) -> None:
         reasons = [reason for reasons in pool.map(client, range(6)) for reason in reasons]
     assert len(reasons) == 48 and set(reasons) <= {"abort", "length"}
     assert engine.stats().running == engine.stats().waiting == 0
-
-
-def test_many_cancelled_requests_are_dropped_together(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that goes away takes all its requests along: looking at all for each would stop the others."""
-    engine, num_looks = start(slots=2), 0
-    drop = engine._scheduler.drop
-
-    def count(is_dropped: Callable[[Sequence], bool]) -> list[Sequence]:
-        nonlocal num_looks
-        num_looks += len(engine._scheduler.waiting) + len(engine._scheduler.running)
-        return drop(is_dropped)
-
-    monkeypatch.setattr(engine._scheduler, "drop", count)
-    engine.pause("in_place").result(120)
-    futures = [engine.submit(request([5, 6], seed=index)) for index in range(500)]
-    may_go_on = threading.Event()
-    engine.call(lambda: may_go_on.wait(120))
-    for future in futures[:400]:
-        assert future.cancel()
-    may_go_on.set()
-    assert engine.call(lambda: len(engine._scheduler.waiting)).result(120) == 100
-    assert num_looks == 500

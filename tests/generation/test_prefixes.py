@@ -147,7 +147,7 @@ def test_a_long_prompt_does_not_stop_the_others(start: Start, monkeypatch: pytes
 
     def record(prompts: Any, slots: Any, images: Any, starts: list[int]) -> torch.Tensor:
         chunks.append([len(prompt) - start for prompt, start in zip(prompts, starts)])
-        generated.append(engine._generated_tokens)
+        generated.append(engine._stats.generated_tokens)
         return prefill(prompts, slots, images, starts)
 
     monkeypatch.setattr(engine._runner, "prefill", record)

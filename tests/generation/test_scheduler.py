@@ -3,12 +3,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from arealite.generation.request import FinishReason, GenerationRequest, SamplingParams, VersionSpan
-from arealite.generation.scheduler import Scheduler, Sequence
-from arealite.generation.slot_table import SlotTable
+from arealite.generation.scheduler import MIN_PREFIX_TOKENS, Scheduler, Sequence, SlotTable
 
 
 class WrittenTokens:
@@ -21,8 +21,8 @@ class WrittenTokens:
         for slot in destinations:
             self.tokens_SC[slot, :length] = self.tokens_SC[source, :length]
 
-    def swap(self, one: int, other: int, length: int) -> None:
-        self.tokens_SC[[one, other], :length] = self.tokens_SC[[other, one], :length]
+    def swap(self, slot_a: int, slot_b: int, length: int) -> None:
+        self.tokens_SC[[slot_a, slot_b], :length] = self.tokens_SC[[slot_b, slot_a], :length]
 
 
 def scheduler_of(slots: int, max_prefill_tokens: int = 100, *, reuses: bool = True) -> Scheduler:
@@ -158,3 +158,75 @@ def test_a_sequence_always_finds_its_own_cache(data: st.DataObject) -> None:
             assert (cache.tokens_SC[slot, :length] == table._tokens_SC[slot, :length]).all()
         assert len(scheduler.running) <= slots
         assert {id(one) for one in (*scheduler.running, *scheduler.waiting)} == {id(one) for one in alive}
+
+
+A, B, C = ((token,) * MIN_PREFIX_TOKENS for token in (1, 2, 3))
+
+
+@pytest.fixture
+def cache() -> WrittenTokens:
+    return WrittenTokens(4)
+
+
+@pytest.fixture
+def table(cache: WrittenTokens) -> SlotTable:
+    return SlotTable(cache, slots=4, context=600)
+
+
+def run(table: SlotTable, cache: WrittenTokens, slot: int, tokens: tuple[int, ...]) -> int:
+    """Let a sequence run in a slot, and return how many tokens it found there."""
+    start = table.claim(slot, tokens)
+    assert tuple(cache.tokens_SC[slot, :start]) == tokens[:start]
+    cache.tokens_SC[slot, : len(tokens)] = tokens
+    table.hold(slot, tokens)
+    return start
+
+
+def test_the_longest_prefix_is_found_but_never_the_whole_prompt(table: SlotTable, cache: WrittenTokens) -> None:
+    for slot, tokens in enumerate((A, A + B, A + C)):
+        run(table, cache, slot, tokens)
+    assert table.find((*A, *B, 7)) == (1, 32)
+    assert table.find((*A, *B[:5], 7)) == (1, 21)
+    assert table.find(A + C) == (2, 31)
+    assert table.find(A) == table.find(B) == (0, 0)
+
+
+def test_a_conversation_that_continues_is_taken_over_and_copied_from_otherwise(
+    table: SlotTable, cache: WrittenTokens
+) -> None:
+    assert run(table, cache, 0, A + B) == 0
+    assert run(table, cache, 1, (*A, 7)) == 16  # beside the one that runs
+    table.release(1, 1, (*A, 7), 17)
+    table.release(0, 0, (*A, *B, 5), 33)
+    assert run(table, cache, 0, (*A, 7, 8)) == 17  # which was in slot 1, and slot 0 moved there
+    assert table.find((*A, *B, 5, 5)) == (1, 33)
+
+
+def test_the_least_recently_used_goes_first(table: SlotTable, cache: WrittenTokens) -> None:
+    for slot, tokens in enumerate((A, B, C, A + C)):
+        run(table, cache, slot, tokens)
+    for slot, tokens in reversed(list(enumerate((A, B, C, A + C)))):
+        table.release(slot, slot, tokens, len(tokens))
+    table.find((*C, 9))
+    run(table, cache, 0, (8,) * 20)  # slot 0 held A, which was used later than A + C
+    assert table.find((*A, *C, 9))[1] == 16
+    assert [table.find((*one, 9))[1] for one in (A, B, C)] == [16] * 3
+    run(table, cache, 1, (9,) * 20)
+    assert [table.find((*one, 9))[1] for one in (A, B, C)] == [0, 16, 16]
+
+
+def test_nothing_is_kept_in_a_slot_that_never_ran_a_sequence(table: SlotTable, cache: WrittenTokens) -> None:
+    for tokens in (A, B):
+        run(table, cache, 0, tokens)
+        table.release(0, 0, tokens, len(tokens))
+    assert [table.find((*one, 9))[1] for one in (A, B)] == [0, 16]
+    assert not cache.tokens_SC[1:].any()
+
+
+def test_nothing_is_found_after_other_weights_came_or_where_nothing_may_be_reused(cache: WrittenTokens) -> None:
+    for reuses in (True, False):
+        table = SlotTable(cache, slots=4, context=600, reuses=reuses)
+        run(table, cache, 0, A + B)
+        assert table.find(A + B)[1] == 31 * reuses
+        table.clear()
+        assert table.find(A + B) == (0, 0)

@@ -15,9 +15,8 @@ from test_engine import assert_logprobs, many_requests, request, run
 from test_prefixes import LONG, PROMPT, TOOL, counts, model
 from tiny_models import build, config
 
-from arealite.generation.decode_graphs import FixedShapes
 from arealite.generation.engine import GenerationEngine
-from arealite.generation.model_runner import ModelRunner
+from arealite.generation.model_runner import FixedShapes, ModelRunner
 from arealite.generation.sampler import SamplingRows, sample
 from arealite.generation.slot_attention import SlotCache
 
@@ -28,8 +27,7 @@ def meta_runner() -> ModelRunner:
     runner = ModelRunner(build(config(), seed=0), slots=8, context=256)
     runner.model.to("meta")
     runner.device = torch.device("meta")
-    shape = {"layers": 2, "slots": 8, "heads": 2, "context": 256, "head_dim": 8, "dtype": torch.float32}
-    runner.cache = SlotCache(**shape, device=runner.device)
+    runner.cache = SlotCache(runner.model, slots=8, context=256)
     return runner
 
 
