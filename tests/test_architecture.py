@@ -57,13 +57,13 @@ ROOM_CEILINGS = {
     "core": 2225,
     "dataset": 893,
     "engine": 2119,
-    "generation": 1018,
+    "generation": 973,
     "inference": 2319,
     "launcher": 2764,
     "planner": 101,
     "reward": 621,
     "rollout": 2320,
-    "server": 649,
+    "server": 625,
     "trainer": 883,
     "utils": 2269,
     "viewer": 1195,
@@ -73,9 +73,9 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 29008,
-    "files of a GRPO run": 155,
-    "code of a GRPO run": 18002,
+    "code of the package": 28939,
+    "files of a GRPO run": 152,
+    "code of a GRPO run": 17933,
     "import depth": 18,
     "keys of a GRPO config": 357,
     "lines of pages": 5804,
