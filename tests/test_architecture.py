@@ -78,7 +78,7 @@ CEILINGS = {
     "code of a GRPO run": 17933,
     "import depth": 18,
     "keys of a GRPO config": 357,
-    "lines of pages": 5804,
+    "lines of pages": 5671,
     "lines of README.md": 129,
 }
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 600
