@@ -18,7 +18,7 @@ from typing import Any
 
 from arealite.agent.called import Called
 from arealite.api.errors import AgentError, ConfigError
-from arealite.api.source_lines import SourceLine, users_line
+from arealite.api.script import SourceLine, users_line
 from arealite.rollout.event_loop import EventLoopThread
 from arealite.utils.background import in_thread
 from arealite.utils.processes import describe_exit, exit_status, kill_group, wait_gone

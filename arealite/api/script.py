@@ -1,20 +1,21 @@
-"""The user's script as a program: how its uncaught errors are shown, and what it must not do while it is imported.
+"""The user's script as a program: its lines in a stack, how its uncaught errors are shown, and no training on import.
 
-An error with a message of ours is one line; any other shows the user's own lines, innermost
-first. The launcher keeps the whole traceback in the log of the process.
+An error with a message of ours is one line; any other shows the user's own lines, innermost first. User code is code
+outside of this package, the standard library and installed packages. The launcher keeps the whole traceback in the log.
 """
 
 import contextlib
 import linecache
 import os
 import sys
+import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import CodeType, FrameType, TracebackType
 
 from arealite.api.errors import AReaLiteError, ConfigError, exit_status_of
-from arealite.api.source_lines import SourceLine, lines_of_error, users_line
 
 TRACEBACK_VARIABLE = "AREALITE_TRACEBACK"
 """`1` shows uncaught errors as Python does; `log` marks the lines of the whole traceback as `FOR_LOG`."""
@@ -27,6 +28,51 @@ _LESS_MEMORY = (
 )
 _MAX_CHARS = 600  # of an error in one line
 _MAX_LINES = 5  # of the user's code, of a message that is not ours, and of its notes
+_PACKAGE = str(Path(__file__).parents[1]) + "/"
+_NOT_USERS = (_PACKAGE, *(sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """A place in a program."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+    @property
+    def is_users(self) -> bool:
+        """Whether this is user code; the examples that are installed with the package are."""
+        if self.file.startswith(f"{_PACKAGE}examples/"):
+            return True
+        is_file = not self.file.startswith("<")
+        return is_file and not self.file.startswith(_NOT_USERS) and "/site-packages/" not in self.file
+
+    @property
+    def room(self) -> str:
+        """The folder of this package that holds the file, e.g. `inference`; empty for other code."""
+        return self.file.removeprefix(_PACKAGE).partition("/")[0] if self.file.startswith(_PACKAGE) else ""
+
+
+def line_of(code: CodeType, line: int | None) -> SourceLine:
+    return SourceLine(code.co_filename, line or code.co_firstlineno, code.co_qualname)
+
+
+def lines_of_frame(frame: FrameType | None) -> list[SourceLine]:
+    """Return the stack of a frame, innermost first."""
+    return [line_of(caller.f_code, line) for caller, line in traceback.walk_stack(frame)] if frame else []
+
+
+def lines_of_error(error: BaseException) -> list[SourceLine]:
+    """Return the lines of a traceback, innermost first."""
+    return [line_of(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)][::-1]
+
+
+def users_line(lines: Iterable[SourceLine]) -> SourceLine | None:
+    return next((line for line in lines if line.is_users), None)
 
 
 @contextlib.contextmanager

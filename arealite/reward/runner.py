@@ -14,7 +14,7 @@ from typing import Any
 
 from arealite.api.errors import RewardError
 from arealite.api.reward_api import RewardFunction
-from arealite.api.source_lines import SourceLine, line_of, users_line
+from arealite.api.script import SourceLine, line_of, users_line
 from arealite.utils import heartbeat, trace
 from arealite.utils.worker_process import CallError, WorkerCrashError, WorkerPool, describe_error, pickle_target
 

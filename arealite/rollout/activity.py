@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from types import CoroutineType
 from typing import Any
 
-from arealite.api.source_lines import SourceLine, line_of, users_line
+from arealite.api.script import SourceLine, line_of, users_line
 from arealite.utils import heartbeat, trace
 
 NUM_SHOWN = 8

@@ -18,7 +18,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from typing import Any, TypeVar, cast
 
 from arealite.api.errors import EpisodeTimeoutError
-from arealite.api.source_lines import SourceLine, lines_of_frame, users_line
+from arealite.api.script import SourceLine, lines_of_frame, users_line
 from arealite.rollout.activity import activity
 from arealite.utils import heartbeat
 from arealite.utils.background import DaemonThreads

@@ -7,7 +7,7 @@ from collections import Counter, deque
 
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import AReaLiteError, EpisodeError, RewardError, UnreachableError
-from arealite.api.source_lines import lines_of_error, users_line
+from arealite.api.script import lines_of_error, users_line
 
 BY_WORKFLOW, BY_FILTER, OVERDUE = "workflow", "filter", "overdue"  # reasons of a rejection
 _SHOWN_CAUSES = 3

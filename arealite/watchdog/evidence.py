@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from arealite.api.source_lines import SourceLine, users_line
+from arealite.api.script import SourceLine, users_line
 from arealite.utils.heartbeat import STACKS_SIGNAL
 from arealite.utils.processes import catches, identity, machine, send_signal
 

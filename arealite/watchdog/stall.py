@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from arealite.api.source_lines import users_line
+from arealite.api.script import users_line
 from arealite.utils.files import free_space
 from arealite.watchdog.evidence import Evidence, Process, collect, read_heartbeats, stacks_of
 

@@ -25,7 +25,7 @@ from testing_workflows import IdleEngine, WaitingWorkflow
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import EpisodeError, EpisodeTimeoutError
-from arealite.api.source_lines import SourceLine
+from arealite.api.script import SourceLine
 from arealite.rollout import event_loop
 from arealite.rollout.event_loop import EventLoopThread
 from arealite.utils.background import in_thread

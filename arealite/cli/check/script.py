@@ -14,8 +14,7 @@ from arealite.api.cli_args import BaseExperimentConfig as Config
 from arealite.api.config.run import last_name
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
-from arealite.api.script import running
-from arealite.api.source_lines import line_of, lines_of_error, users_line
+from arealite.api.script import line_of, lines_of_error, running, users_line
 from arealite.chat.template import prompt_tokens
 from arealite.cli.check.findings import Findings
 from arealite.cli.own_trainer import load_trainer
