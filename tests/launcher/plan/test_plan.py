@@ -107,8 +107,6 @@ def test_servers_of_others_must_have_addresses(monkeypatch):
         ("sglang.d1t16+d8", 4, 8, "a server must fit into one node: got d1p1t16"),
         ("sglang.d3t3+d3", 2, 6, None),
         ("sglang.d4t3+d2", 4, 4, "needs 5 nodes with 4 GPUs as no server is spread over two"),
-        ("sglang.d2t2p2+d1", 4, 4, "servers of sglang must have p1"),
-        ("lite.d2t2+d1", 1, 8, "servers of lite must have p1t1"),
         ("d4", 1, 4, "must name servers for reinforcement learning"),
     ],
 )
