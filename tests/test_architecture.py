@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from arealite.api.cli_args import GRPOConfig
-from arealite.api.config.schema import config_keys
+from arealite.api.config.types import config_keys
 
 PACKAGE = Path(__file__).parents[1] / "arealite"
 

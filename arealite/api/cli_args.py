@@ -41,4 +41,4 @@ from arealite.api.config.rollout import InferenceEngineConfig as InferenceEngine
 from arealite.api.config.rollout import LiteConfig as LiteConfig
 from arealite.api.config.rollout import OnlineConfig as OnlineConfig
 from arealite.api.config.rollout import WeightCheckConfig as WeightCheckConfig
-from arealite.api.config.schema import config_help as config_help
+from arealite.api.config.types import config_help as config_help

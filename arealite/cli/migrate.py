@@ -19,7 +19,7 @@ from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig, PPOConfig, S
 from arealite.api.config.legacy import Change, hint, without_placements
 from arealite.api.config.legacy import migrate as migrate_keys
 from arealite.api.config.loader import read_yaml
-from arealite.api.config.schema import ConfigKey, config_keys
+from arealite.api.config.types import ConfigKey, config_keys
 from arealite.api.errors import ConfigError
 
 Tree = dict[str, Any]

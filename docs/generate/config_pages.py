@@ -7,8 +7,7 @@ from collections.abc import Iterable
 
 from arealite.api import cli_args
 from arealite.api.config.experiment import EXPERIMENTS, BaseExperimentConfig
-from arealite.api.config.schema import ConfigKey, config_keys
-from arealite.api.config.types import MISSING
+from arealite.api.config.types import MISSING, ConfigKey, config_keys
 
 FOLDER = "reference/config"
 Declared = dict[str, ConfigKey]

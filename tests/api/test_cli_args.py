@@ -28,7 +28,7 @@ from arealite.api.cli_args import (
     load_expr_config,
     to_yaml,
 )
-from arealite.api.config.schema import config_keys
+from arealite.api.config.types import config_keys
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
 

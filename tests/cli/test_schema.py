@@ -8,7 +8,7 @@ import pytest
 import yaml
 from jsonschema import Draft7Validator
 
-from arealite.api.config.schema import config_keys
+from arealite.api.config.types import config_keys
 from arealite.cli.main import main
 from arealite.cli.schema import CLASSES, schema
 

@@ -27,7 +27,6 @@ from arealite.api.config.rollout import (
     InferenceEngineConfig,
     LiteConfig,
 )
-from arealite.api.config.schema import config_keys
 from arealite.api.config.types import (
     MISSING,
     Bool,
@@ -39,6 +38,7 @@ from arealite.api.config.types import (
     Positive,
     PositiveInt,
     RunBlock,
+    config_keys,
 )
 from arealite.api.errors import ConfigError
 from arealite.api.servers import KINDS, BackendName, ServerKind

@@ -24,8 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 from arealite.api.config.launcher import Strategy
 from arealite.api.config.model import FrozenActorConfig, PPOActorConfig
 from arealite.api.config.rollout import InferenceEngineConfig
-from arealite.api.config.schema import ConfigKey
-from arealite.api.config.types import ConfigBase, PositiveInt, rule_of
+from arealite.api.config.types import ConfigBase, ConfigKey, PositiveInt, rule_of
 from arealite.api.errors import ConfigError
 from arealite.api.servers import KINDS
 

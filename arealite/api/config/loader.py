@@ -24,8 +24,7 @@ from pydantic_core import ErrorDetails
 
 from arealite.api.config.experiment import BaseExperimentConfig
 from arealite.api.config.legacy import Change, Tree, guess, hint, migrate, without_placements
-from arealite.api.config.schema import ConfigKey, config_help, config_keys
-from arealite.api.config.types import MISSING, rule_of
+from arealite.api.config.types import MISSING, ConfigKey, config_help, config_keys, rule_of
 from arealite.api.errors import ConfigError
 from arealite.api.script import refuse_import, show_errors_briefly
 from arealite.utils.terminal import until_reader_leaves

@@ -23,7 +23,7 @@ from arealite.api.config.algorithm import (
     describe_choices,
     resolve_choices,
 )
-from arealite.api.config.schema import config_keys
+from arealite.api.config.types import config_keys
 from arealite.api.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[3]

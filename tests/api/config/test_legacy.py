@@ -12,7 +12,7 @@ import pytest
 
 from arealite.api.cli_args import GRPOConfig, PPOConfig, SFTConfig, load_expr_config
 from arealite.api.config.legacy import THEIR_WORDS
-from arealite.api.config.schema import config_keys
+from arealite.api.config.types import config_keys
 from arealite.api.errors import ConfigError
 
 MIGRATION = Path(__file__).parents[3] / "docs/migration.md"
