@@ -2,7 +2,7 @@
 
 import logging
 
-from arealite.api.alloc_mode import AllocationMode, AllocationType
+from arealite.api.alloc_mode import AllocationMode
 from arealite.api.config.data import LOGGER_MODES, DatasetConfig, EvaluatorConfig, RecoverConfig, StatsLoggerConfig
 from arealite.api.config.launcher import ClusterSpecConfig, WorkersConfig
 from arealite.api.config.model import FrozenActorConfig, OptimizerConfig, PPOActorConfig, TrainEngineConfig
@@ -208,37 +208,6 @@ def check_sampler(gconfig: GenerationHyperparameters, key: str, backend: str) ->
         f"{key}.min_new_tokens must be 0 with {key}.stop for {backend}: got {gconfig.min_new_tokens} and "
         f"{gconfig.stop}. It looks for stop strings from the first token on. Remove one, or use "
         f"{kinds_where(lambda kind: kind.delays_stop_strings)}.",
-    )
-
-
-def check_evaluation(
-    mode: AllocationMode | None,
-    pass_at_k: list[int],
-    recover: RecoverConfig,
-    gconfig: GenerationHyperparameters,
-    train_path: str,
-) -> None:
-    """Refuse training data, trainers and recovery in an evaluation, which resumes by itself."""
-    require(
-        not train_path,
-        f"train_dataset.path must not be given in an evaluation: got {train_path}. Set valid_dataset.path.",
-    )
-    require(
-        mode is None or mode.type_ is AllocationType.DECOUPLED_EVAL,
-        f"allocation_mode must be servers and eval in an evaluation: got {mode}. Write e.g. lite.d1+eval.",
-    )
-    require(
-        recover.mode == "disabled",
-        f"recover.mode must be disabled in an evaluation: got {recover.mode}. Remove it: the same command continues.",
-    )
-    require(
-        max(pass_at_k, default=1) <= gconfig.n_samples,
-        f"pass_at_k must be at most gconfig.n_samples: got {max(pass_at_k, default=1)} and {gconfig.n_samples}. "
-        "Raise gconfig.n_samples or leave out larger k.",
-    )
-    require(
-        not gconfig.greedy,
-        "gconfig.greedy must be false in an evaluation: got true. Samples would be equal; eval_gconfig is greedy.",
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, cast
 
 from pydantic import PrivateAttr
 
-from arealite.api.alloc_mode import AllocationMode
+from arealite.api.alloc_mode import AllocationMode, AllocationType
 from arealite.api.config import checks
 from arealite.api.config.algorithm import GRPO_DEFAULTS, PRESETS, resolve_choices
 from arealite.api.config.data import DatasetConfig, EvaluatorConfig, RecoverConfig, SaverConfig, StatsLoggerConfig
@@ -40,7 +40,7 @@ from arealite.api.config.types import (
     RunBlock,
     config_keys,
 )
-from arealite.api.errors import ConfigError
+from arealite.api.errors import ConfigError, require
 from arealite.api.servers import KINDS, BackendName, ServerKind
 
 OF_RUN = {
@@ -431,8 +431,28 @@ class EvalConfig(BaseExperimentConfig):
     def check(self) -> None:
         """Refuse contradictions."""
         super().check()
-        ks = self.pass_at_k or []
-        checks.check_evaluation(self.allocation, ks, self.recover, self.gconfig, self.train_dataset.path)
+        mode, train_path = self.allocation, self.train_dataset.path
+        require(
+            not train_path,
+            f"train_dataset.path must not be given in an evaluation: got {train_path}. Set valid_dataset.path.",
+        )
+        require(
+            mode is None or mode.type_ is AllocationType.DECOUPLED_EVAL,
+            f"allocation_mode must be servers and eval in an evaluation: got {mode}. Write e.g. lite.d1+eval.",
+        )
+        require(
+            self.recover.mode == "disabled",
+            f"recover.mode must be disabled in an evaluation: got {self.recover.mode}. The same command continues.",
+        )
+        largest = max(self.pass_at_k or [1])
+        require(
+            largest <= self.gconfig.n_samples,
+            f"pass_at_k must be at most gconfig.n_samples: got {largest} and {self.gconfig.n_samples}. Lower it.",
+        )
+        require(
+            not self.gconfig.greedy,
+            "gconfig.greedy must be false in an evaluation: got true. Samples would be equal; eval_gconfig is greedy.",
+        )
         samplers = {"gconfig": self.gconfig, "eval_gconfig": self.eval_gconfig or self.gconfig}
         checks.check_servers(self.rollout, self.lite, **samplers)
 
