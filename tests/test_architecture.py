@@ -73,9 +73,9 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 28939,
-    "files of a GRPO run": 152,
-    "code of a GRPO run": 17933,
+    "code of the package": 28921,
+    "files of a GRPO run": 150,
+    "code of a GRPO run": 17916,
     "import depth": 18,
     "keys of a GRPO config": 357,
     "lines of pages": 5671,
