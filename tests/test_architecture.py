@@ -15,6 +15,7 @@ import pytest
 
 from arealite.api.cli_args import GRPOConfig
 from arealite.api.config.types import config_keys
+from arealite.cli.main import COMMANDS
 
 PACKAGE = Path(__file__).parents[1] / "arealite"
 
@@ -53,7 +54,7 @@ ROOM_CEILINGS = {
     "algorithms": 915,
     "api": 2898,
     "chat": 497,
-    "cli": 2318,
+    "cli": 2216,
     "core": 2225,
     "dataset": 893,
     "engine": 2119,
@@ -82,14 +83,14 @@ CEILINGS = {
     "lines of README.md": 129,
 }
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 600
-LONG_FUNCTIONS = {"cli/main.py:_run"}
+LONG_FUNCTIONS: set[str] = set()
 """Functions above that limit, until they are split."""
 MAY_NAME = {
     "api": {
         *("core.master", "core.workers"),
         *("launcher.serve.sglang_server", "launcher.serve.vllm_server", "server"),
     },
-    "launcher": {"cli.check", "cli.check.declared"},
+    "launcher": {"cli.check"},
     "trainer": {"cli.main"},
 }
 """Modules of other rooms that a room starts as a program, or looks for in the user's script."""
@@ -300,9 +301,8 @@ def test_importing_the_package_loads_nothing_else(tmp_path: Path) -> None:
 
 
 def test_the_front_door_imports_no_torch(tmp_path: Path) -> None:
-    """Nor do the commands that only read a run, or start processes."""
-    commands = ("main", "train", "own_trainer", "ledger", "migrate", "replay", "serve", "view")
-    modules = [f"arealite.cli.{name}" for name in commands]
+    """Nor do the modules of commands, so that each --help is quick."""
+    modules = ["arealite.cli.own_trainer", *(f"arealite.cli.{name.replace('-', '_')}" for name in COMMANDS)]
     loaded, threads = probe(tmp_path, ", ".join(modules))
     assert (loaded & HEAVY, threads) == (set(), 1)
 

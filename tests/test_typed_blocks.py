@@ -26,8 +26,7 @@ from arealite.agent.workflow import AgentWorkflow
 from arealite.api.cli_args import GRPOConfig, PPOConfig, load_expr_config
 from arealite.api.config.run import load_run_config
 from arealite.api.run_folder import RunFolder
-from arealite.cli.main import main
-from arealite.cli.parser import make_parser
+from arealite.cli.main import main, make_parser
 from arealite.launcher import local, ray, slurm, torchrun
 
 CONFIGS = REPOSITORY / "examples/arealite/configs"
@@ -146,7 +145,7 @@ def test_a_command_is_as_it_is_typed(
     elif rest[0] == "train" and any(word.startswith("trainer.type") for word in rest):
         status = main([*rest, "--dry-run"])
     else:
-        known, more = make_parser().parse_known_args(rest)
+        known, more = make_parser(rest).parse_known_args(rest)
         status = bool(more) and "overrides" not in known
     assert status == 0, capsys.readouterr().err
 

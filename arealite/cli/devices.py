@@ -1,53 +1,68 @@
-"""`arealite devices`: what nodes have, what a config puts where, and whether its memory fits into what is free."""
+"""`arealite devices`: the devices of nodes, the placements of a config, and whether its memory fits what is free."""
 
-from collections.abc import Sequence
+import argparse
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from arealite.api.cli_args import BaseExperimentConfig as Config
 from arealite.api.config.run import load_run_config
-from arealite.cli.check.devices import device_table, in_gib, placements
+from arealite.launcher.plan.jobs import samples_in_trainer
 from arealite.launcher.plan.plan import Plan, checked_plan
 from arealite.utils.devices import Node, this_node
 
+GIB = 2**30
 
-def devices(config_file: str | None, overrides: Sequence[str], *, of_ray: bool) -> int:
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "arealite devices [--ray] [--config FILE.yaml] [key=value ...]"
+    parser.description = (
+        "List GPUs, CPU cores and memory of this node, or of the nodes of a Ray cluster, and what is free. With a "
+        "config: which process gets which device, and whether the memory it needs is free, before any model is "
+        "loaded. `arealite check` looks at everything else, too."
+    )
+    parser.epilog = "exit status: 0 it fits (warnings don't count), 1 it does not, 2 the config can't be read"
+    parser.add_argument("--ray", action="store_true", help="the nodes of RAY_ADDRESS, or of this node's cluster")
+    parser.add_argument("--config", metavar="FILE.yaml", help="the run to place")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys to change")
+
+
+def run(args: argparse.Namespace) -> int:
     """Print the devices of this node, or of a Ray cluster, and the plan of a config; return 1 if it does not fit."""
     console = Console(highlight=False)
-    node = None if of_ray else this_node()
+    node = None if args.ray else this_node()
     console.print(_cluster() if node is None else _devices_of(node))
     if node is not None and not node.gpus:
         console.print("no GPU: nvidia-smi lists none that this process may use; trainers and lite run on CPU cores")
-    if config_file is None:
+    if args.config is None:
         return 0
-    config = load_run_config(["--config", config_file, *overrides])
+    config = load_run_config(["--config", args.config, *args.overrides])
     plan = checked_plan(config)
     console.print("", placements(config, plan, node))
-    return _check(config, plan, of_ray=of_ray)
+    return _check(config, plan, of_ray=args.ray)
 
 
 def _check(config: Config, plan: Plan, *, of_ray: bool) -> int:
-    """Hold the plan against the devices; the model is built without weights."""
+    """Compare the plan with the devices; the model is built without weights."""
     from arealite.cli.check.findings import Findings
     from arealite.cli.check.memory import check_memory
     from arealite.cli.check.model import check_model
     from arealite.launcher.place.local import LocalPlace
 
-    found = Findings()
+    findings = Findings()
     if not of_ray and plan.num_nodes == 1:
-        found.look("processes", lambda _: LocalPlace().check(config, plan))
-    model = found.look("model", check_model, config)
+        findings.look("processes", lambda _: LocalPlace().check(config, plan))
+    model = findings.look("model", check_model, config)
     if model is not None:
-        found.look("memory", check_memory, config, model, config.train_dataset.max_length or 0)
-    return 1 if found.summarize() else 0
+        findings.look("memory", check_memory, config, model, config.train_dataset.max_length or 0)
+    return 1 if findings.summarize() else 0
 
 
 def _devices_of(node: Node) -> Table:
-    table = device_table("node", "device", "memory", "free")
-    table.add_row("this node", f"{node.cores} CPU cores", *in_gib(node.memory, node.free))
+    table = _table("node", "device", "memory", "free")
+    table.add_row("this node", f"{node.cores} CPU cores", _gib(node.memory), _gib(node.free))
     for gpu in node.gpus:
-        table.add_row("", f"GPU {gpu.index}  {gpu.name}", *in_gib(gpu.memory, gpu.free))
+        table.add_row("", f"GPU {gpu.index}  {gpu.name}", _gib(gpu.memory), _gib(gpu.free))
     return table
 
 
@@ -56,9 +71,35 @@ def _cluster() -> Table:
     from arealite.launcher.place.ray import cluster_nodes, connect
 
     connect()
-    table = device_table("node", "device", "memory", "free")
+    table = _table("node", "device", "memory", "free")
     for node in cluster_nodes():
-        table.add_row(node["name"], f"{node['CPU']:g} CPU cores", *in_gib(node["memory"], None))
+        table.add_row(node["name"], f"{node['CPU']:g} CPU cores", _gib(node["memory"]), "")
         if node["GPU"]:
             table.add_row("", f"{node['GPU']:g} x {node['kind']}", "not told", "")
     return table
+
+
+def placements(config: Config, plan: Plan, node: Node | None) -> Table:
+    """Return which process runs where; free memory is known of `node` if the run has no other."""
+    table = _table("process", "node", "device", "free")
+    here = node if plan.num_nodes == 1 else None
+    gpus = dict(enumerate(here.gpus)) if here is not None else {}
+    for one in plan.placements:
+        names = [f"GPU {device}  {gpus[device].name if device in gpus else ''}".rstrip() for device in one.devices]
+        free = ", ".join(_gib(gpus[device].free) for device in one.devices if device in gpus)
+        free = free or _gib(here.free if here is not None else None)
+        samples = ", also samples" if one.index == 0 and one.role == "trainer" and samples_in_trainer(config) else ""
+        table.add_row(one.name, str(one.node), (", ".join(names) or "CPU cores") + samples, free)
+    for group in plan.groups:
+        each = "1 GPU each" if group.num_gpus else "CPU cores"
+        table.add_row(f"{group.num_ranks} workers of {group.name}", "Ray chooses", each)
+    return table
+
+
+def _table(*names: str) -> Table:
+    columns = [Column(name, justify="right" if name in ("memory", "free") else "left") for name in names]
+    return Table(*columns, box=None, pad_edge=False)
+
+
+def _gib(size: float | None) -> str:
+    return "" if size is None else f"{size / GIB:,.1f} GiB"

@@ -1,5 +1,6 @@
 """`arealite ledger`: the audit of a run folder, as tables or as one JSON object."""
 
+import argparse
 import dataclasses
 import json
 
@@ -19,15 +20,24 @@ _TITLES = {
 }
 
 
-def show_ledger(run_folder: str, *, as_json: bool) -> int:
-    """Print what became of the prompts of a run and return 0, or 1 when one is lost, repeated or in no state."""
-    run = RunFolder(run_folder)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Compare the dataloader's cursor, the stored rollouts and the ledger of a run, also while it runs. "
+        "Exit status 1: a prompt is lost, repeated or in no state."
+    )
+    parser.add_argument("run_folder", help="<fileroot>/<experiment>/<trial>")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the state of every prompt of a run and return 0, or 1 when one is lost, repeated or in no state."""
+    run = RunFolder(args.run_folder)
     if run.metrics.exists() and not run.ledger.exists():
         raise ConfigError(
-            f"a ledger belongs to a run that samples: got {run_folder}, whose run kept none (fine-tuning)."
+            f"a ledger belongs to a run that samples: got {args.run_folder}, whose run kept none (fine-tuning)."
         )
-    result = audit(run_folder)
-    if as_json:
+    result = audit(args.run_folder)
+    if args.json:
         print(json.dumps({**dataclasses.asdict(result), "adds_up": result.adds_up}))
     else:
         console = Console(highlight=False)

@@ -3,6 +3,7 @@
 The loader's own tables of old keys do the work, and the loader checks the result.
 """
 
+import argparse
 import json
 import logging
 import re
@@ -16,8 +17,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig, PPOConfig, SFTConfig, load_expr_config
-from arealite.api.config.legacy import Change, hint, without_placements
-from arealite.api.config.legacy import migrate as migrate_keys
+from arealite.api.config.legacy import Change, hint, migrate, without_placements
 from arealite.api.config.loader import read_yaml
 from arealite.api.config.types import ConfigKey, config_keys
 from arealite.api.errors import ConfigError
@@ -60,8 +60,19 @@ class _Migrated:
     problems: list[str] = field(default_factory=list)  # that the user must decide
 
 
-def migrate(path: str, *, out: str | None) -> int:
-    """Write the config to `out`, or print it; return 0, or 1 if the user must decide something. Raises ConfigError."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Write a YAML config of AReaLite v0.3 or AReaL as one of ours: values and order stay, a comment names the old "
+        "key of each changed one, and old defaults that differ are written out."
+    )
+    parser.epilog = "exit status: 0 the result loads, 1 something is left to decide, 2 the file can't be read"
+    parser.add_argument("config", metavar="OLD.yaml")
+    parser.add_argument("--out", metavar="NEW.yaml", help="a new file; printed unless given")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the config to --out, or print it; return 0, or 1 if the user must decide something."""
+    path, out = args.config, args.out
     if out is not None and Path(out).exists():
         raise ConfigError(f"--out must be a new file: got {out}, which exists. Remove it, or name another.")
     given = read_yaml(path)
@@ -103,7 +114,7 @@ def _migrated(given: Tree, keys: Mapping[str, ConfigKey]) -> _Migrated:
     level = logger.level
     logger.setLevel(logging.ERROR)  # the comments of the file say what changed
     try:
-        (tree,) = without_placements({"": migrate_keys(given, keys, problems, changes)}, changes).values()
+        (tree,) = without_placements({"": migrate(given, keys, problems, changes)}, changes).values()
     finally:
         logger.setLevel(level)
     new = _Migrated(tree, problems=problems)

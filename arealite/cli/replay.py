@@ -4,6 +4,7 @@ The local launcher starts the run's own script, without servers, in a scratch fo
 the step (or from the initial model); what the run sampled comes from its `rollouts/`.
 """
 
+import argparse
 import contextlib
 import json
 import tempfile
@@ -47,9 +48,21 @@ class _Names:
     trial_name: Name
 
 
-def replay(run_folder: str, step: int) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Repeat a training step, also of an asynchronous run, from the newest checkpoint before it and the stored "
+        "rollouts, without servers. On a CPU the weights must be bit-identical."
+    )
+    parser.epilog = (
+        "exit status: 0 the weights are bit-identical, 1 they differ, 2 the folder lacks what a replay needs"
+    )
+    parser.add_argument("run_folder", help="<fileroot>/<experiment>/<trial>")
+    parser.add_argument("--step", type=int, required=True, help="the step, counted from 0")
+
+
+def run(args: argparse.Namespace) -> int:
     """Replay a step and return the exit status: 0 the weights are bit-identical, 1 they differ, 2 it can't be done."""
-    run = RunFolder(Path(run_folder).resolve())
+    run, step = RunFolder(Path(args.run_folder).resolve()), args.step
     command = _read(run.command, _Command)
     config_path = config_of_step(run, step)
     names = _read(config_path, _Names)

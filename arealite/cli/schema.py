@@ -4,6 +4,7 @@ It is made of the config classes: types and ranges are those that pydantic check
 fields. Old keys, which the loader moves, are marked as unknown.
 """
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,19 @@ CLASSES: dict[str, type[ConfigBase]] = {kind: cls for cls in EXPERIMENTS for kin
 _LATER = {"type": "string", "pattern": r"\$\{|^\?\?\?$", "description": "A reference, or ??? for what is given later."}
 
 
-def write_schema(kind: str, out: str | None) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Write types, ranges, defaults and descriptions of every key. An editor with a YAML language server finds it "
+        "by the first line of a config: # yaml-language-server: $schema=schema.json"
+    )
+    kinds = f"{', '.join(CLASSES)} (grpo unless given), or FILE.py:CLASS, a config class of your own"
+    parser.add_argument("kind", nargs="?", default="grpo", help=kinds)
+    parser.add_argument("--out", metavar="FILE.json", help="printed unless given")
+
+
+def run(args: argparse.Namespace) -> int:
     """Write the schema of an experiment's config, or of a class `FILE.py:CLASS`, to a file, or print it."""
-    text = json.dumps(schema(_config_class(kind)), indent=1)
+    text, out = json.dumps(schema(_config_class(args.kind)), indent=1), args.out
     if out is None:
         print(text)
     else:

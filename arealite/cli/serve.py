@@ -26,8 +26,26 @@ from arealite.utils.registry import RegistryClient, RegistryError, RegistryRefus
 from arealite.utils.secret import check_length, is_loopback, secret_of_environment
 
 
-def serve(args: argparse.Namespace) -> int:
-    """Become the server, or print how; see `cli.parser` for the arguments."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Start an inference server on this node with the run's own config. It receives the run's current weights "
+        "before requests; Ctrl-C or SIGTERM hands unfinished requests back. Without --join, serve a model on its own: "
+        "that of --config FILE, or allocation_mode=lite.d1 actor.path=MODEL (lite, sglang or vllm)."
+    )
+    parser.epilog = "exit status: 0 after a signal, 2 refused, 3 not ready in time, else that of the server"
+    parser.add_argument("--join", metavar="EXPERIMENT/TRIAL", help="the run")
+    fileroot = "cluster.fileroot of the run, as this node sees it (default runs)"
+    parser.add_argument("--fileroot", metavar="FOLDER", default="runs", help=fileroot)
+    parser.add_argument("--config", metavar="FILE.yaml", help="config to use where the run folder is not visible")
+    host = "address by which trainers reach this node (default: detected with --join, else loopback)"
+    parser.add_argument("--host", metavar="ADDRESS", help=host)
+    parser.add_argument("--port", type=int, default=0, help="port to listen on (default: any free one)")
+    parser.add_argument("--dry-run", action="store_true", help="print the command of the server")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys to change, e.g. lite.slots=8")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Become the server, or print its command."""
     if not (args.join or args.config or args.overrides):
         raise ConfigError(
             "serve must be told what to serve: got neither --join nor --config nor keys. Add --join EXPERIMENT/TRIAL, "

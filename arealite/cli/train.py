@@ -1,12 +1,18 @@
 """`arealite train`: the example scripts as ready-made trainers, started by the launcher that `mode` names.
 
-`trainer.type` picks the script, and `trainer.<type>.KEY=value` is `KEY=value` of its config; so are the options for a
-model, data and rewards of one's own. Nothing else differs from the launcher's own command line.
+`trainer.type` selects the script, and `trainer.<type>.KEY=value` is `KEY=value` of its config. The options --model,
+--data, --reward and --sft are keys too; a key that is given beside its option wins. Without --config their file is
+`own_grpo.yaml` or `own_sft.yaml` of the examples, on the devices of this node.
 """
 
+import argparse
+import json
+import math
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -14,57 +20,109 @@ from arealite.api.config.loader import as_given, masked
 from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError
 from arealite.cli import own_trainer
-from arealite.cli.own_data import Own, is_local
-from arealite.cli.trainers import TRAINERS, examples_folder
+from arealite.cli.examples import TRAINERS, examples_folder
+from arealite.cli.own_trainer import TYPE
 from arealite.launcher.start import start
 from arealite.utils.devices import visible_gpus
 
+_MODELS = {"grpo": "actor", "sft": "model"}
+"""Trainers that the options are for, and the block of the model."""
 
-def train(
-    words: Sequence[str], *, config: str | None, is_dry_run: bool, own: Own | None = None, save_as: str | None = None
-) -> int:
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.allow_abbrev = False  # --mode is not short for --model
+    parser.usage = (
+        "arealite train --model M --data D (--reward FILE.py:FUNCTION | --sft) [key=value ...]\n"
+        "       arealite train trainer.type=TYPE [mode=local|ray|slurm] [--config FILE.yaml] [key=value ...]"
+    )
+    parser.description = (
+        f"Start the example script of trainer.type ({', '.join(TRAINERS)}), or a class of your own "
+        "(my_module:MyTrainer), by the launcher that mode names (default local). Keys are those of the script's "
+        "config, with trainer.TYPE. before them or not; `python3 SCRIPT --help` lists them. --model, --data, --reward "
+        "and --sft are such keys for GRPO and fine-tuning on your own data; the config that they make is printed."
+    )
+    parser.epilog = "exit status: that of `python3 -m arealite.launcher.MODE`, whose other options are taken too"
+    parser.add_argument("--model", metavar="M", action=_Once, help="folder or hub id of the model to train")
+    parser.add_argument(
+        "--data",
+        metavar="D",
+        action=_Once,
+        help=".jsonl, .json, .parquet or .csv file, folder, data set of the hub, or FILE.py:FUNCTION; columns are "
+        "question and answer, or messages, unless train_dataset.prompt_key and answer_key name others",
+    )
+    parser.add_argument(
+        "--reward",
+        metavar="FILE.py:FUNCTION[=WEIGHT]",
+        action="append",
+        default=[],
+        help="function that scores a completion; several, with weights, are added",
+    )
+    parser.add_argument("--sft", action="store_true", help="learn the answers of the data (supervised fine-tuning)")
+    parser.add_argument("--save-config", metavar="FILE.yaml", help="also write the config, to use it with --config")
+    parser.add_argument(
+        "--config",
+        metavar="FILE.yaml",
+        help="default: the example's for GPUs; its _cpu.yaml with cluster.n_gpus_per_node=0, and with mode=local where "
+        "there is no GPU; own_grpo.yaml or own_sft.yaml with --model and the like",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what would run where, and start nothing")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="trainer.type, mode, and keys to change")
+
+
+class _Once(argparse.Action):
+    """Stores a value, and refuses a second one."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, args: argparse.Namespace, value: Any, option: Any = None
+    ) -> None:
+        if (first := getattr(args, self.dest)) is not None:
+            message = f"{option} must be given once: got {first} and {value}."
+            parser.error(f"{message} Remove one; train_dataset.mixed_with adds data sets.")
+        setattr(args, self.dest, value)
+
+
+def run(args: argparse.Namespace) -> int:
     """Start what `trainer.type` names by the launcher that `mode` names, and return the launcher's exit status."""
-    own = own or Own()
-    kind, keys = _split([*(own.trainer(words) if own else []), *words])
+    config, is_own_data = args.config, bool(args.model or args.data or args.reward or args.sft)
+    kind, keys = _split([*(_trainer_type(args) if is_own_data else []), *args.overrides])
     if kind in TRAINERS:
         script = examples_folder() / "arealite" / f"{TRAINERS[kind]}.py"
-        data: list[str] = []
-        if own:
-            config, data = own.keys(kind, config, keys)
+        before: list[str] = []
+        if is_own_data:
+            config, before = _own_data(args, kind, keys)
         elif config is None:
-            config, data = _default_config(script, keys)
-        keys = [*data, *keys]  # of two equal keys the last one counts
+            config, before = _default_config(script, keys)
+        keys = [*before, *keys]  # of two equal keys the last one counts
     else:
-        script, keys = Path(own_trainer.__file__), [f"{own_trainer.TYPE}{kind}", *keys]
+        script, keys = Path(own_trainer.__file__), [f"{TYPE}{kind}", *keys]
         if config is None:
             raise ConfigError("--config must be given for a trainer of your own: got no file. Add --config FILE.yaml.")
-    print(f"{own_trainer.TYPE}{kind} is {script} with --config {config}", file=sys.stderr, flush=True)
-    if own or save_as is not None:
+    print(f"{TYPE}{kind} is {script} with --config {config}", file=sys.stderr, flush=True)
+    if is_own_data or args.save_config is not None:
         given = [key for key in keys if not key.startswith("-")]
-        load_run_config(["--config", config, *given], script)  # what is refused is neither shown nor saved
-        text = as_given(config, [key for key in given if not key.startswith(own_trainer.TYPE)])
-        if own:
+        load_run_config(["--config", config, *given], script)  # a refused config is neither shown nor saved
+        text = as_given(config, [key for key in given if not key.startswith(TYPE)])
+        if is_own_data:
             shown = yaml.safe_dump(masked(text), sort_keys=False, allow_unicode=True)
             print(shown, file=sys.stderr, flush=True)
-        if save_as is not None:
-            _save(save_as, kind, text)
-    dry_run = ["--dry-run"] if is_dry_run else []
-    return start(script, config, [*dry_run, *keys])
+        if args.save_config is not None:
+            _save(args.save_config, kind, text)
+    return start(script, config, [*(["--dry-run"] if args.dry_run else []), *keys])
 
 
 def _save(file: str, kind: str, text: str) -> None:
     """Write a config into a new file."""
     try:
         with open(file, "x", encoding="utf-8") as saved:
-            saved.write(f"# arealite train {own_trainer.TYPE}{kind} --config {file}\n{text}")
+            saved.write(f"# arealite train {TYPE}{kind} --config {file}\n{text}")
     except OSError as error:
         raise ConfigError(f"--save-config must be a new file that can be written: got {error}. Correct it.") from error
 
 
 def _split(words: Sequence[str]) -> tuple[str, list[str]]:
     """Separate `trainer.type` from the keys of the experiment, which lose their prefix."""
-    kinds = [word.removeprefix(own_trainer.TYPE) for word in words if word.startswith(own_trainer.TYPE)]
-    keys = [word for word in words if not word.startswith(own_trainer.TYPE)]
+    kinds = [word.removeprefix(TYPE) for word in words if word.startswith(TYPE)]
+    keys = [word for word in words if not word.startswith(TYPE)]
     kind = kinds[-1] if kinds else ""
     if kind not in TRAINERS and ":" not in kind:
         raise ConfigError(
@@ -80,9 +138,86 @@ def _split(words: Sequence[str]) -> tuple[str, list[str]]:
 
 def _default_config(script: Path, keys: Sequence[str]) -> tuple[str, list[str]]:
     """Return the example's config for GPUs or for a CPU, and where its data lies if that comes with the examples."""
-    has_gpus = "cluster.n_gpus_per_node=0" not in keys and (not is_local(keys) or len(visible_gpus()) > 0)
+    has_gpus = "cluster.n_gpus_per_node=0" not in keys and (not _is_local(keys) or len(visible_gpus()) > 0)
     file = script.parent / "configs" / f"{script.stem}{'' if has_gpus else '_cpu'}.yaml"
     blocks = yaml.safe_load(file.read_text(encoding="utf-8")).items()
     paths = {f"{name}.path": str(block.get("path")) for name, block in blocks if isinstance(block, dict)}
     above = script.parents[2]
     return str(file), [f"{key}={above / path}" for key, path in paths.items() if path.startswith("examples/")]
+
+
+def _is_local(keys: Sequence[str]) -> bool:
+    """Return whether the run stays on this node."""
+    return [key for key in keys if key.startswith("mode=")][-1:] in ([], ["mode=local"])
+
+
+def _trainer_type(args: argparse.Namespace) -> list[str]:
+    """Return `trainer.type=` of the options, unless the keys name it."""
+    named = {word.removeprefix(TYPE) for word in args.overrides if word.startswith(TYPE)}
+    if named - _MODELS.keys() or (args.sft and "grpo" in named):
+        raise ConfigError(
+            "options --model, --data, --reward and --sft must go with trainer.type=grpo, or sft without a reward: "
+            f"got {', '.join(sorted(named))}{' and --sft' * args.sft}. Give keys of the trainer in their place."
+        )
+    if args.reward and (args.sft or "sft" in named):
+        raise ConfigError(
+            f"--reward must be left out of fine-tuning, which learns answers: got {args.reward[0]}. "
+            "Remove it, or fine-tune in a run before."
+        )
+    return [] if named else [f"{TYPE}{'sft' if args.sft else 'grpo'}"]
+
+
+def _own_data(args: argparse.Namespace, kind: str, given: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the config's file and the keys of the options; `given` are keys beside them."""
+    names = {key.partition("=")[0] for key in given}
+    options: dict[str, tuple[str, str | dict[str, float] | None]] = {
+        f"{_MODELS[kind]}.path": ("--model FOLDER", args.model),
+        "train_dataset.path": ("--data FILE.jsonl", args.data),
+    }
+    if kind == "grpo":
+        option = "--reward FILE.py:FUNCTION, or --sft to learn the answers of the data"
+        options["reward"] = (option, _reward(args.reward))
+    for key, (option, value) in options.items():
+        if not (args.config or value or key in names):
+            raise ConfigError(f"{option.split()[0]} must be given: got nothing. Add {option}.")
+    keys = [f"{key}={json.dumps(value)}" for key, (_, value) in options.items() if value]  # never read as YAML
+    if args.config is not None:
+        return args.config, keys
+    name = [f"experiment_name={_name(args.data)}-{kind}"] if args.data else []
+    return str(examples_folder() / "arealite/configs" / f"own_{kind}.yaml"), [*_devices(kind, given), *name, *keys]
+
+
+def _reward(given: Sequence[str]) -> str | dict[str, float]:
+    """Read `FILE.py:FUNCTION`, or several `FILE.py:FUNCTION=WEIGHT`, as the value of `reward`."""
+    weights: dict[str, float] = {}
+    for text in given:
+        match = re.fullmatch(r"(.+:\w+)(?:=(.+))?", text)
+        name, weight = match.groups() if match else ("", None)
+        try:
+            number = float(weight or 1)
+        except ValueError:
+            number = 0.0
+        if not name or name in weights or number == 0 or not math.isfinite(number):
+            raise ConfigError(
+                "--reward must be FILE.py:FUNCTION or FILE.py:FUNCTION=WEIGHT, a number but 0, each function once: "
+                f"got {text}. Correct it."
+            )
+        weights[name] = number
+    return next(iter(weights), "") if [*weights.values()] in ([], [1.0]) else weights
+
+
+def _name(data: str) -> str:
+    """Return the data's name as an experiment's."""
+    place = data.partition("?")[0].removesuffix("/")
+    file = place.rpartition(":")[0] if re.search(r"\.py:\w+$", place) else place
+    return re.sub(r"^[^A-Za-z0-9_]+|[^A-Za-z0-9_.-]+", "-", Path(file).stem).lstrip("-.") or "own"
+
+
+def _devices(kind: str, given: Sequence[str]) -> list[str]:
+    """Return the keys that use the GPUs of this node, unless keys about devices are given."""
+    num_gpus = len(visible_gpus()) if _is_local(given) else 0
+    if num_gpus == 0 or any(key.startswith(("allocation_mode=", "cluster.n_gpus_per_node=")) for key in given):
+        return []
+    if kind == "sft":
+        return [f"cluster.n_gpus_per_node={num_gpus}", f"allocation_mode=d{num_gpus}", "model.dtype=bfloat16"]
+    return ["cluster.n_gpus_per_node=1", "allocation_mode=lite.d1|d1", "actor.dtype=bfloat16", "lite.dtype=bfloat16"]

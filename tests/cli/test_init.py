@@ -14,9 +14,9 @@ import yaml
 from testing_quickstart import write_tiny_model
 
 from arealite.api.cli_args import GRPOConfig, SFTConfig, load_expr_config
+from arealite.cli.examples import examples_folder
 from arealite.cli.init import TEMPLATES
 from arealite.cli.main import main
-from arealite.cli.trainers import examples_folder
 from arealite.launcher import local
 
 REPOSITORY = Path(__file__).parents[2]

@@ -15,15 +15,14 @@ from testing_plans import SECONDS, ppo_config, record, write_run
 from arealite.api.cli_args import PPOConfig
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
-from arealite.cli.plan_core.prediction import (
+from arealite.cli.plan_core import (
     Cost,
     Layout,
     busiest_share,
-    costs,
     critical_path,
+    fit_costs,
     layouts,
     measure,
-    not_fitted,
     simulate,
 )
 from arealite.core.experiments import ppo
@@ -87,17 +86,15 @@ def test_more_ranks_for_every_group_are_never_slower(
 
 
 @settings(max_examples=15, deadline=None)
-@given(ranks, st.one_of(st.none(), ranks), prices, st.floats(0.0, 1.0))
-def test_the_layout_of_a_run_is_predicted_as_measured(
-    actor: int, critic: int | None, price: dict[str, Cost], serial_share: float
-) -> None:
+@given(ranks, st.one_of(st.none(), ranks), prices)
+def test_the_layout_of_a_run_is_predicted_as_measured(actor: int, critic: int | None, price: dict[str, Cost]) -> None:
     config = ppo_config(f"workers.actor.ranks={actor}", f"workers.critic.ranks={critic or 'null'}")
     with tempfile.TemporaryDirectory() as folder:
         run = measure(write_run(Path(folder) / "run", config, GRAPH, price), config, GRAPH)
     expected = graph_s(run.layout, price)
     assert run.num_steps == 3, "all but the first"
     assert run.graph_s == pytest.approx(expected, abs=1e-5)
-    assert graph_s(run.layout, costs(GRAPH, [run], serial_share=serial_share)) == pytest.approx(expected, abs=1e-5)
+    assert graph_s(run.layout, fit_costs(GRAPH, [run])) == pytest.approx(expected, abs=1e-5)
     assert run.step_s(0.0) == pytest.approx(20.0 + expected + 1.0)
 
 
@@ -110,9 +107,7 @@ def test_runs_on_two_numbers_of_ranks_tell_the_serial_part(price: dict[str, Cost
             measure(write_run(Path(folder) / str(number), config, GRAPH, price), config, GRAPH)
             for number, config in enumerate(configs)
         ]
-    assert not_fitted(GRAPH, runs) == []
-    assert not_fitted(GRAPH, runs[:1]) == [*SECONDS]
-    for name, cost in costs(GRAPH, runs, serial_share=0.9).items():
+    for name, cost in fit_costs(GRAPH, runs).items():
         assert cost.serial == pytest.approx(price[name].serial, abs=1e-4)
         assert cost.parallel == pytest.approx(price[name].parallel, abs=1e-4)
 
@@ -124,7 +119,7 @@ def test_neither_part_of_a_cost_is_below_0(tmp_path: Path) -> None:
             config = ppo_config(f"workers.actor.ranks={num_ranks}")
             run = write_run(tmp_path / f"{on_two}-{num_ranks}", config, GRAPH, dict.fromkeys(SECONDS, Cost(call_s, 0)))
             runs.append(measure(run, config, GRAPH))
-        cost = costs(GRAPH, runs, serial_share=0.0)["advantages"]
+        cost = fit_costs(GRAPH, runs)["advantages"]
         assert (cost.serial, cost.parallel) == pytest.approx((serial, parallel), abs=1e-5)
 
 

@@ -15,10 +15,9 @@ from arealite.api.cli_args import GRPOConfig, SFTConfig, load_expr_config, to_ya
 from arealite.api.config.run import last_name, script_calls
 from arealite.api.errors import ConfigError
 from arealite.cli.check.check import check
+from arealite.cli.examples import TRAINERS, examples_folder
 from arealite.cli.main import main
-from arealite.cli.own_data import Own
 from arealite.cli.own_trainer import load_trainer
-from arealite.cli.trainers import TRAINERS, examples_folder
 from arealite.launcher.start import LAUNCHERS
 
 REPOSITORY = Path(__file__).parents[2]
@@ -193,8 +192,8 @@ def test_an_option_is_given_once_and_is_not_completed(capsys: pytest.CaptureFixt
         ("./.é", "own"),
     ],
 )
-def test_an_experiment_is_named_after_its_data(data: str, name: str) -> None:
-    assert f"experiment_name={name}-sft" in Own(data=data, model="m").keys("sft", None, [])[1]
+def test_an_experiment_is_named_after_its_data(data: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"{name}-sft/trial0: " in shown(capsys, "train", "--model", "m", "--sft", "--data", data, "--dry-run")
 
 
 @pytest.mark.parametrize(

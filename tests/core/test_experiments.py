@@ -9,8 +9,8 @@ import torch
 from tensordict import TensorDict
 
 from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig, PPOConfig, SFTConfig, load_expr_config
-from arealite.cli.check.declared import check_declared
 from arealite.cli.check.findings import Findings
+from arealite.cli.check.script import check_declared
 from arealite.core import experiments
 from arealite.core.experiments import grpo, ppo, sft
 from arealite.core.graph import DataFlowGraph

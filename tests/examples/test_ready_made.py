@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from testing_quickstart import write_tiny_model
 
-from arealite.cli.trainers import TRAINERS, examples_folder
+from arealite.cli.examples import TRAINERS, examples_folder
 
 REPOSITORY = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow

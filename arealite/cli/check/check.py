@@ -19,12 +19,11 @@ from transformers.utils import logging as transformers_logging
 from arealite.api.cli_args import BaseExperimentConfig as Config
 from arealite.api.config.run import last_name, load_run_config, script_calls
 from arealite.cli import own_trainer
-from arealite.cli.check.declared import check_declared
-from arealite.cli.check.devices import placements
 from arealite.cli.check.findings import Findings, counted
 from arealite.cli.check.memory import check_memory
 from arealite.cli.check.model import check_data, check_model, check_template, check_tokenizer, check_weights
-from arealite.cli.check.script import check_outputs, check_reward, check_trainer
+from arealite.cli.check.script import check_declared, check_outputs, check_reward, check_trainer
+from arealite.cli.devices import placements
 from arealite.inference.backends.program import ServerProgram
 from arealite.inference.http import ServerConnection, deadline_in, open_session
 from arealite.launcher.place.local import LocalPlace

@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import functools
 import inspect
 import os
 import runpy
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from arealite.api.cli_args import BaseExperimentConfig as Config
-from arealite.api.config.run import last_name
+from arealite.api.config.run import declared_check, last_name
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
 from arealite.api.script import line_of, lines_of_error, running, users_line
@@ -24,6 +25,22 @@ from arealite.trainer.stats_logger import check_packages
 from arealite.workflow.rlvr import reward_columns
 
 _CALL_S = 10.0  # for one call of a reward function
+
+
+def check_declared(found: Findings, argv: Sequence[str], script: Path) -> object:
+    """Call the function that the script declares by `launched(..., check=NAME)`, and return its value."""
+    if (check := declared_check(script)) is None:
+        return None
+    with running(script):
+        first, *rest = check.split(".")
+        top_level = runpy.run_path(str(script), run_name="__mp_main__")
+        function = functools.reduce(lambda value, name: getattr(value, name, None), rest, top_level.get(first))
+        if not callable(function):
+            change = "Define it at module level, as launchers and `arealite check` call it in processes of their own."
+            raise ConfigError(f"check of launched must be a function of the script: got {check} in {script}. {change}")
+        declared: object = function(list(argv))
+    found.add("ok", "what the script declares fits the config")
+    return declared
 
 
 def check_outputs(found: Findings, config: Config) -> None:

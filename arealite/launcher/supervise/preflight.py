@@ -27,7 +27,7 @@ def preflight(run: Run, *, is_dry_run: bool = False, is_here: bool = False) -> N
     topics, hidden = "model, data and reward", {}  # the check hides GPUs itself
     program = ["arealite.cli.check", "here" if is_here else "elsewhere"]
     if is_dry_run:
-        topics, program = "what the script declares", ["arealite.cli.check.declared"]
+        topics, program = "what the script declares", ["arealite.cli.check", "declared"]
         hidden = {"CUDA_VISIBLE_DEVICES": ""}
     print(f"checking {topics} (launcher.preflight=false skips it)", file=sys.stderr, flush=True)
     output = None if is_dry_run else 2  # a declaration is shown with the plan
