@@ -56,30 +56,30 @@ test-explore: $(VENV)/.installed-dev            ## run the property-based tests 
 test-quickstart: $(VENV)/.installed-dev            ## run the quickstart on three seeds and a control (about 12 minutes)
 	$(VENV)/bin/python -m pytest -rP -m slow tests/test_quickstart.py $(ARGS)
 
-test-recovery: $(VENV)/.installed-dev            ## resume runs that were killed, stopped or ran out of disk or memory, bit-identical; name stalls (10 minutes)
+test-recovery: $(VENV)/.installed-dev            ## resume killed and stopped runs, and runs without disk space or memory, bit-identically; diagnose stalls (10 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/test_recovered_runs.py tests/trainer/test_recover.py tests/launcher/test_stalls.py tests/utils/test_distributed.py $(ARGS)
 
-test-examples: $(VENV)/.installed-dev            ## run what the docs tell to type and every example script, on tiny models (12 minutes)
+test-examples: $(VENV)/.installed-dev            ## run the commands of the docs and every example script, on tiny models (12 minutes)
 	sh tests/install.sh bwrap:bubblewrap
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/test_docs.py tests/test_typed_blocks.py tests/test_end_to_end.py tests/trainer/test_bounds.py tests/launcher/supervise/test_preflight.py tests/examples $(ARGS)
 
-test-install: $(VENV)/.installed-dev            ## install the wheel outside of a checkout, and train what arealite init writes (3 minutes)
+test-install: $(VENV)/.installed-dev            ## install the wheel outside a checkout, and train the folders of arealite init (3 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/test_packaging.py tests/cli/test_init.py $(ARGS)
 
-test-benchmarks: $(VENV)/.installed-dev            ## run every benchmark but algorithms.py, briefly: what it measures is right, and how fast is not asked (8 minutes)
+test-benchmarks: $(VENV)/.installed-dev            ## run every benchmark except algorithms.py briefly, to check its numbers, not its speed (8 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/test_benchmarks.py $(ARGS)
 
 WRAPPERS = $(VENV)/bin/python -m pytest -q tests/cli/test_check.py
 SERVERS = PYTHONPATH=tests $(VENV)/bin/python -m servers
 
-test-secret: $(VENV)/.installed-dev            ## look for the secret of a run under faults wherever it must not be (1 minute)
+test-secret: $(VENV)/.installed-dev            ## search logs, files, environments and command lines of a failing run for its secret (1 minute)
 	$(VENV)/bin/python -m pytest -m slow tests/test_secret_of_runs.py $(ARGS)
 
-install-servers:            ## install vLLM and SGLang for CPUs, each in an environment of its own (3 minutes)
+install-servers:            ## install vLLM and SGLang for CPUs, each in its own environment (3 minutes)
 	sh tests/servers/install_vllm.sh $(VLLM_VENV)
 	sh tests/servers/install_sglang.sh $(SGLANG_VENV)
 
-test-servers: $(VENV)/.installed            ## hold lite, vLLM and SGLang to one suite on a CPU (5 minutes once they are installed)
+test-servers: $(VENV)/.installed            ## test lite, vLLM and SGLang by one suite on a CPU (5 minutes once installed)
 	sh tests/servers/install_vllm.sh $(VLLM_VENV)
 	@if sh tests/servers/install_sglang.sh $(SGLANG_VENV); then \
 		$(SERVERS) conformance --vllm $(VLLM_VENV)/bin/python --sglang $(SGLANG_VENV)/bin/python $(ARGS); \
@@ -87,12 +87,12 @@ test-servers: $(VENV)/.installed            ## hold lite, vLLM and SGLang to one
 		$(SERVERS) conformance --vllm $(VLLM_VENV)/bin/python --skipped "SGLang, which can't be installed here" $(ARGS); \
 	fi
 
-test-vllm: $(VENV)/.installed-dev            ## train through a real vLLM on a CPU (5 minutes once it is installed)
+test-vllm: $(VENV)/.installed-dev            ## train with a real vLLM on a CPU (5 minutes once installed)
 	sh tests/servers/install_vllm.sh $(VLLM_VENV)
 	AREALITE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(WRAPPERS) tests/launcher/serve/test_vllm_server.py
 	$(SERVERS) train --server vllm --python $(VLLM_VENV)/bin/python $(ARGS)
 
-test-sglang: $(VENV)/.installed-dev            ## train through a real SGLang on a CPU, also with images (8 minutes), or say loudly that it can't be installed
+test-sglang: $(VENV)/.installed-dev            ## train with a real SGLang on a CPU, also on images (8 minutes); skipped with a message if it can't be installed
 	@if sh tests/servers/install_sglang.sh $(SGLANG_VENV); then \
 		AREALITE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(WRAPPERS) tests/launcher/serve/test_sglang_server.py && \
 		$(SERVERS) images --server sglang --python $(SGLANG_VENV)/bin/python && \
@@ -102,46 +102,46 @@ test-sglang: $(VENV)/.installed-dev            ## train through a real SGLang on
 		echo 'RESULT {"skipped": "SGLang can not be installed here"}'; \
 	fi
 
-test-core: $(VENV)/.installed-dev            ## hold Core to the numbers of scripts of ranks, on a real Ray; ends with RESULT {json} (4 minutes)
+test-core: $(VENV)/.installed-dev            ## compare Core's numbers with scripts of ranks, on a real Ray; ends with RESULT {json} (4 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 3 --dist loadgroup -m slow tests/core --ignore-glob='*/test_faults.py' --ignore-glob='*/test_group.py' $(ARGS)
 
-test-core-faults: $(VENV)/.installed-dev            ## lose workers, a node and a master of Core: numbers stay, nothing is left (8 minutes)
+test-core-faults: $(VENV)/.installed-dev            ## kill workers, a node and a master of Core: equal numbers, no process left (8 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadgroup tests/core/test_faults.py tests/core/test_group.py $(ARGS)
 
-test-ray: $(VENV)/.installed-dev            ## train on a real Ray cluster of four nodes and lose two of them (3 minutes)
+test-ray: $(VENV)/.installed-dev            ## train on a real Ray cluster of four nodes and kill two of them (3 minutes)
 	PYTHONPATH=tests $(VENV)/bin/python -m cluster.on_ray
 
-test-ray-faults: $(VENV)/.installed-dev            ## kill each process of a job on Ray: nothing may be left (3 minutes)
+test-ray-faults: $(VENV)/.installed-dev            ## kill each process of a job on Ray: no process may remain (3 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -m slow tests/launcher/place/test_ray.py $(ARGS)
 
-install-cluster: $(VENV)/.installed-dev            ## install what tests on clusters need: Slurm, iptables (Debian, root)
+install-cluster: $(VENV)/.installed-dev            ## install the dependencies of cluster tests: Slurm, iptables (Debian, root)
 	sh tests/install.sh slurmctld:slurm-wlm munged:munge ip:iproute2 iptables:iptables
 
-test-slurm: $(VENV)/.installed            ## train on a real Slurm cluster of four nodes and lose one (3 minutes; root and Slurm, or it is skipped)
+test-slurm: $(VENV)/.installed            ## train on a real Slurm cluster of four nodes and kill one (3 minutes; skipped without root and Slurm)
 	PYTHONPATH=tests $(VENV)/bin/python -m cluster.on_slurm
 
-test-hosts: $(VENV)/.installed            ## train by torchrun over hosts whose network fails (4 minutes; root and iptables, or it is skipped)
+test-hosts: $(VENV)/.installed            ## train by torchrun over hosts with network failures (4 minutes; skipped without root and iptables)
 	PYTHONPATH=tests $(VENV)/bin/python -m cluster.hosts
 
-test-elastic: $(VENV)/.installed            ## let servers join, leave and die while a run trains (2 minutes)
+test-elastic: $(VENV)/.installed            ## servers join, leave and die during a run (2 minutes)
 	PYTHONPATH=tests $(VENV)/bin/python -m cluster.elastic
 
 test-hostile: $(VENV)/.installed            ## send junk to servers, client, files, workflows, rewards, agents, tools and environments (7 minutes; ARGS=--short: 2.5)
 	PYTHONPATH=tests $(VENV)/bin/python -m hostile $(ARGS)
 
-test-agents: $(VENV)/.installed-dev            ## train agents on the packages of OpenAI and Anthropic, and a command, token-exactly, on every chat template (4 minutes)
+test-agents: $(VENV)/.installed-dev            ## train agents on OpenAI's and Anthropic's packages, and a command, token-exactly, on every chat template (4 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -m slow tests/agent
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(VENV)/bin/python -m trained_agents $(ARGS)
 
-test-options: $(VENV)/.installed-dev            ## compile a model, and train with torchao's 8-bit moments (2 minutes; torchao goes to a folder of its own)
+test-options: $(VENV)/.installed-dev            ## compile a model, and train with torchao's 8-bit moments (2 minutes; torchao is installed in a separate folder)
 	$(PIP) --quiet --no-deps --upgrade --target $(VENV)-torchao 'torchao>=0.15'
 	PYTHONPATH=$(VENV)-torchao OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -m slow tests/engine/test_options.py $(ARGS)
 
-test-sandbox: $(VENV)/.installed-dev            ## try to break out of the sandbox for programs of models (a minute; installs bubblewrap)
+test-sandbox: $(VENV)/.installed-dev            ## attack the sandbox for programs of models (a minute; installs bubblewrap)
 	sh tests/install.sh bwrap:bubblewrap
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q tests/reward/test_sandbox.py tests/reward/test_escapes.py $(ARGS)
 
-test-view: $(VENV)/.installed-dev            ## use the viewer's page in a real Chromium (a minute; installs chromium; playwright goes to a folder of its own)
+test-view: $(VENV)/.installed-dev            ## test the viewer's page in a real Chromium (a minute; installs chromium, and playwright in a separate folder)
 	@command -v chromium-browser > /dev/null || sh tests/install.sh chromium:chromium
 	$(PIP) --quiet --upgrade --target $(VENV)-playwright playwright
 	PYTHONPATH=$(VENV)-playwright $(VENV)/bin/python -m pytest -q -m slow tests/viewer $(ARGS)
@@ -153,40 +153,40 @@ pictures: $(VENV)/.installed            ## train the quickstart and take the pic
 	$(VENV)/bin/arealite quickstart cluster.fileroot=runs/pictures trial_name=run evaluator.freq_steps=2
 	PYTHONPATH=.:$(VENV)-playwright $(VENV)/bin/python docs/generate/pictures.py runs/pictures/quickstart/run
 
-test-mistakes: $(VENV)/.installed            ## make the mistakes that users make, and hold what they see to kept sentences (3 minutes)
+test-mistakes: $(VENV)/.installed            ## make typical user mistakes and compare the errors with golden.txt (3 minutes)
 	PYTHONPATH=tests $(VENV)/bin/python -m mistakes $(ARGS)
 
 chaos: $(VENV)/.installed            ## kill processes of runs at random, break servers and agents, then audit (20 minutes; ARGS=--short: 3)
 	PYTHONPATH=tests $(VENV)/bin/python -m chaos $(ARGS)
 
-benchmark: $(VENV)/.installed            ## measure the embedded server against transformers, and ARGS="--vllm PYTHON" (a few minutes)
+benchmark: $(VENV)/.installed            ## compare the embedded server with transformers, and with vLLM by ARGS="--vllm PYTHON" (a few minutes)
 	$(VENV)/bin/python benchmarks/engine.py $(ARGS)
 
-benchmark-runtime: $(VENV)/.installed            ## measure what the rollout runtime itself costs (a minute)
+benchmark-runtime: $(VENV)/.installed            ## measure the overhead of the rollout runtime (a minute)
 	$(VENV)/bin/python benchmarks/runtime_overhead.py $(ARGS)
 
-benchmark-core: $(VENV)/.installed-dev            ## measure what a master and its workers cost, on 64 processes that wait (10 minutes)
+benchmark-core: $(VENV)/.installed-dev            ## measure the overhead of a master and its workers, with 64 idle processes (10 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/core.py $(ARGS)
 
-benchmark-agents: $(VENV)/.installed-dev            ## measure what a turn of an agent costs, with a thousand runs at once (3 minutes)
+benchmark-agents: $(VENV)/.installed-dev            ## measure the cost of an agent's turn, with a thousand concurrent runs (3 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/agents.py $(ARGS)
 
 benchmark-async: $(VENV)/.installed            ## compare asynchronous with synchronous training, also with tools that take 200 ms (5 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/async_vs_sync.py $(ARGS)
 
-benchmark-weights: $(VENV)/.installed            ## measure weight updates, and for how long they stop generation (2 minutes)
+benchmark-weights: $(VENV)/.installed            ## measure weight updates, and how long they pause generation (2 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/weight_sync.py $(ARGS)
 
-benchmark-step: $(VENV)/.installed            ## compare a step of GRPO with TRL's, which the first run installs (10 minutes; ARGS=--curve: what is learned)
+benchmark-step: $(VENV)/.installed            ## compare a step of GRPO with TRL's, which the first run installs (10 minutes; ARGS=--curve: learning curves)
 	$(VENV)/bin/python benchmarks/grpo_step.py $(ARGS)
 
 benchmark-original: $(VENV)/.installed            ## compare our rollout runtime and packing with those of AReaL 1.0, which the first run installs (3 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/original.py $(ARGS)
 
-benchmark-packing: $(VENV)/.installed            ## measure what packing and dealing out rows leaves unused (half a minute)
+benchmark-packing: $(VENV)/.installed            ## measure the positions left unused by packing and distributing rows (half a minute)
 	$(VENV)/bin/python benchmarks/packing.py $(ARGS)
 
-benchmark-algorithms: $(VENV)/.installed            ## train with every algorithm, 3 seeds and 3 staleness bounds; goes on where it stopped (2 hours)
+benchmark-algorithms: $(VENV)/.installed            ## train with every algorithm, 3 seeds and 3 staleness bounds; continues an interrupted series (2 hours)
 	$(VENV)/bin/python benchmarks/algorithms.py $(ARGS)
 
 benchmark-data: $(VENV)/.installed            ## measure memory and time of a data set on two ranks, cold and warm (a minute; ARGS="--rows 1000000": half an hour)
@@ -206,11 +206,11 @@ lint: $(VENV)/.installed-dev            ## ruff and mypy
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-format: $(VENV)/.installed-dev            ## let ruff format and fix
+format: $(VENV)/.installed-dev            ## format and fix with ruff
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-docs: $(VENV)/.installed-docs            ## build docs/ as a site in site/, with a reference made from the code (a minute)
+docs: $(VENV)/.installed-docs            ## build docs/ as a site in site/, with a reference generated from the code (a minute)
 	NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 $(VENV)/bin/mkdocs build --strict $(ARGS)
 	@echo "site/index.html is the first page; its search needs a server: python3 -m http.server --bind 127.0.0.1 --directory site"
 

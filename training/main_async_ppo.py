@@ -1,4 +1,4 @@
-"""PPO with a critic as a declared graph, whose servers never wait for an update: the same script, another config.
+"""Asynchronous PPO with a critic as a declared graph: the script of main_sync_ppo.py with another config.
 
 python3 training/main_async_ppo.py [--config FILE.yaml] key=value ...
 """

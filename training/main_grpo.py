@@ -25,4 +25,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(launched(__file__, main, check=master))  # a graph that can't run is refused before anything starts
+    sys.exit(launched(__file__, main, check=master))  # an invalid graph is refused before any process starts

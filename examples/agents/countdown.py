@@ -1,4 +1,4 @@
-"""Countdown: reach a number with others and + - * /. After a wrong attempt the model learns what it came to.
+"""Countdown: combine numbers by + - * / to reach a target. After a wrong attempt the model gets its result.
 
     python3 -m arealite.launcher.local examples/agents/countdown.py \
         --config examples/agents/configs/countdown.yaml key=value ...

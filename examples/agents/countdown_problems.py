@@ -1,4 +1,4 @@
-"""Problems of countdown, their rules and reward: apart from the script, as the reward's processes import only this."""
+"""Problems of countdown, their rules and reward, in a separate file because reward processes import only this."""
 
 import ast
 import operator
@@ -30,7 +30,7 @@ def rows(split: str, *, seed: int, train: int | str = 5000, test: int | str = 20
 
 
 def evaluate(expression: str, numbers: list[int]) -> Fraction:
-    """Return the value of an expression; ValueError if it does anything but use each number once."""
+    """Return the value of an expression; ValueError unless it uses each number once."""
     used: list[int] = []
 
     def value_of(node: ast.AST) -> Fraction:

@@ -53,9 +53,9 @@ def make_env(data: dict[str, Any]) -> Drawn:
 
 
 def rows(split: str, *, seed: int, train: int | str = 2000, test: int | str = 100) -> list[dict[str, Any]]:
-    """Name the lakes; those of the test are not among those of training."""
+    """Return the rows, one per lake; test lakes are not among the training lakes."""
     first, count = (0, int(train)) if split == "train" else (10**6, int(test))
-    asked = [{"role": "user", "content": RULES}]  # rows must have it; what the model sees is what the agent observes
+    asked = [{"role": "user", "content": RULES}]  # required in rows; the model sees the agent's observations
     return [{"messages": asked, "map": first + number, "seed": seed} for number in range(count)]
 
 

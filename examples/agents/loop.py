@@ -1,6 +1,6 @@
-"""A loop for workflows of one's own: that of `examples/arealite/gsm8k_grpo.py`, which explains its steps.
+"""A loop for custom workflows: the loop of `examples/arealite/gsm8k_grpo.py`, which explains its steps.
 
-`make_workflow(config, gconfig, tokenizer)` is called for training and for evaluation. Left out is a reference.
+`make_workflow(config, gconfig, tokenizer)` is called for training and for evaluation. The loop has no reference.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ MakeWorkflow = Callable[[GRPOConfig, GenerationHyperparameters, Any], RolloutWor
 
 
 def main(argv: list[str], make_workflow: MakeWorkflow) -> None:
-    with ExitStack() as cleanup:  # ends what was started, also after an error
+    with ExitStack() as cleanup:  # stops everything started below, also after an error
         train(argv, make_workflow, cleanup)
 
 
@@ -44,7 +44,7 @@ def train(argv: list[str], make_workflow: MakeWorkflow, cleanup: ExitStack) -> N
     eval_workflow = make_workflow(config, config.eval_gconfig, tokenizer)
     for one in (workflow, eval_workflow):
         cleanup.callback(getattr(one, "close", lambda: None))
-    should_accept = has_spread if config.actor.dynamic_sampling else None  # of what a workflow returns
+    should_accept = has_spread if config.actor.dynamic_sampling else None  # of the workflow's results
 
     actor = FSDPPPOActor(config.actor)
     actor.initialize(None, ft_spec)

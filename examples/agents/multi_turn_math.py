@@ -1,4 +1,4 @@
-"""Math with a second chance: the model learns that its answer is wrong, and tries again for 90 % of the reward.
+"""Math with a second attempt: after a wrong answer the model gets feedback and tries again for 90 % of the reward.
 
     python3 -m arealite.launcher.local examples/agents/multi_turn_math.py \
         --config examples/agents/configs/multi_turn_math.yaml key=value ...

@@ -1,13 +1,13 @@
-"""Online: trains on sessions that others open over HTTP. Here they are clients that play countdown.
+"""Online: trains on sessions that clients open over HTTP; here the clients play countdown.
 
     python3 -m arealite.launcher.local examples/agents/online.py \
         --config examples/agents/configs/online.yaml key=value ...
 
-and, as often as you like, with the address that the trainer's log names:
+and, any number of times, with the address in the trainer's log:
 
     AREALITE_SECRET=$(cat runs/online/trial0/.secret) python3 examples/agents/online.py play http://127.0.0.1:8790
 
-A client asks for a session, plays, says what that was worth, and ends the session. At status 429 it comes back later.
+A client opens a session, plays, sends the reward, and ends the session. After status 429 it retries later.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ SAMPLES = 4  # sessions of one problem, at most gconfig.n_samples
 def train(argv: list[str], cleanup: ExitStack) -> None:
     config, _ = load_expr_config(argv, GRPOConfig)
     tokenizer = load_hf_tokenizer(config.tokenizer_path)
-    # There is no data set to tell how many steps an epoch has: one.
+    # Without a data set an epoch is one step.
     batch_size = config.train_dataset.batch_size
     ft_spec = FinetuneSpec(config.total_train_epochs, batch_size, batch_size, config.total_train_steps)
     recover = Recover(config.recover, ft_spec)
@@ -81,7 +81,7 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
 
 
 async def play(address: str) -> None:
-    """Let players come and go until the trainer has gone."""
+    """Run players until the trainer ends."""
     problems = enumerate(itertools.cycle(rows("train", seed=1)))
     secret = {"Authorization": f"Bearer {os.environ['AREALITE_SECRET']}"}
     async with aiohttp.ClientSession(address, timeout=aiohttp.ClientTimeout(600)) as http:
@@ -107,7 +107,7 @@ async def play(address: str) -> None:
                     return answer
 
             answer = await post("/v1/chat/completions", {"model": "policy", "messages": problem["messages"]})
-            if "choices" in answer:  # else the session was dropped
+            if "choices" in answer:  # otherwise the session was dropped
                 said = answer["choices"][0]["message"]["content"]
                 await post(f"/sessions/{opened['id']}/reward", {"reward": score(said, **problem)})
                 await post(f"/sessions/{opened['id']}/end", {})
@@ -122,5 +122,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "play":
         asyncio.run(play(sys.argv[2]))
     else:
-        with ExitStack() as stack:  # ends what was started, also after an error
+        with ExitStack() as stack:  # stops everything started below, also after an error
             train(sys.argv[1:], stack)

@@ -3,7 +3,7 @@
     python3 -m arealite.launcher.local examples/agents/python_math.py \
         --config examples/agents/configs/python_math.yaml key=value ...
 
-The sandbox is bubblewrap; docs/security.md says what it protects from.
+The sandbox is bubblewrap; docs/security.md lists its protections.
 """
 
 import sys

@@ -1,10 +1,10 @@
-"""A search agent: questions whose answers stand in a local corpus, which the model searches by BM25.
+"""A search agent: questions about a local corpus, which the model searches by BM25.
 
     pip install 'arealite[agents]'
     python3 -m arealite.launcher.local examples/agents/search.py \
         --config examples/agents/configs/search.yaml key=value ...
 
-The corpus is generated: people, where they live and whom they know. A question takes two searches. For texts of your
+The corpus is generated: people, their cities and their friends. A question needs two searches. For texts of your
 own, replace `corpus` and `rows`.
 """
 
@@ -44,7 +44,7 @@ def index() -> tuple[bm25s.BM25, list[str]]:
 
 
 def search(query: str) -> str:
-    """Search the texts and return the three that fit best.
+    """Search the texts and return the three best matches.
 
     Args:
         query: A few words, such as a name.
@@ -70,12 +70,12 @@ def rows(split: str, *, seed: int, train: int | str = 300, test: int | str = 100
 
 
 async def score(completions: str, city: str, **columns: object) -> float:
-    """Return 1 if the answer names the city and no other."""
+    """Return 1 if the answer names the right city and no other."""
     return float([name for name in CITIES if name in completions] == [city])
 
 
 def make_workflow(config: GRPOConfig, gconfig: GenerationHyperparameters, tokenizer: Any) -> ToolWorkflow:
-    index()  # before episodes search
+    index()  # build the index before the first search
     return ToolWorkflow(score, gconfig, tokenizer, [search], max_turns=5, tool_timeout=10.0)
 
 

@@ -1,10 +1,10 @@
-"""GRPO on pictures: gsm8k_grpo.py for a model that sees, here counting the objects of clevr_count_70k.
+"""GRPO on images: gsm8k_grpo.py for a vision-language model, here counting the objects of clevr_count_70k.
 
     python3 -m arealite.launcher.local examples/arealite/clevr_count_70k_grpo.py \
         --config examples/arealite/configs/clevr_count_70k_grpo.yaml key=value ...
 
-Servers and trainer make patches of the same images by themselves, with the image processor of the model. Other data:
-`train_dataset.image_key` names the column of the images (configs/geometry3k_grpo.yaml), `reward` what scores answers.
+Servers and trainer each compute patches of the images with the model's image processor. For other data,
+`train_dataset.image_key` names the column of the images (configs/geometry3k_grpo.yaml), `reward` the reward.
 """
 
 import sys
@@ -28,14 +28,14 @@ from arealite.workflow.vision_rlvr import VisionRLVRWorkflow
 
 
 class CountingConfig(GRPOConfig):
-    """GRPO on answers such as [4]."""
+    """GRPO with a reward for answers such as [4]."""
 
     reward: str | dict[str, float] = "arealite.reward.counting:clevr_count_70k_reward_fn"
     """Reward function, or several with weights, `FILE.py:FUNCTION` or `module:FUNCTION`."""
 
 
 def main(argv: list[str]) -> None:
-    with ExitStack() as cleanup:  # ends what was started, also after an error
+    with ExitStack() as cleanup:  # stops everything started below, also after an error
         train(argv, cleanup)
 
 
@@ -43,14 +43,14 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
     config, _ = load_expr_config(argv, CountingConfig)
     tokenizer, processor = load_hf_tokenizer(config.tokenizer_path), load_image_processor(config.tokenizer_path)
 
-    # Questions to practise on, and held-out ones that are only ever evaluated.
+    # Training questions, and held-out questions for evaluation.
     data = config.train_dataset
     train_dataset, valid_dataset = load_datasets(config, tokenizer, processor)
     train_dataloader = PromptLoader(train_dataset, data.batch_size, data.shuffle, config.seed, data.drop_last)
     ft_spec = FinetuneSpec(config.total_train_epochs, len(train_dataset), data.batch_size, config.total_train_steps)
-    recover = Recover(config.recover, ft_spec)  # the run folder is ours from here on
+    recover = Recover(config.recover, ft_spec)  # lock the run folder
 
-    # How an episode runs: sample a group of completions, then score each.
+    # The workflow of an episode: sample a group of completions, then score each.
     rewards = load_rewards(config.reward)
     workflow, eval_workflow = (
         VisionRLVRWorkflow(
@@ -63,11 +63,11 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
         )
         for gconfig in (config.gconfig, config.eval_gconfig)
     )
-    should_accept = has_spread if config.actor.dynamic_sampling else None  # of what a workflow returns
+    should_accept = has_spread if config.actor.dynamic_sampling else None  # of the workflow's results
     cleanup.callback(workflow.close)
     cleanup.callback(eval_workflow.close)
 
-    # The policy that learns, the frozen one it is kept close to (if any), and the servers that sample.
+    # The trained policy, the frozen reference (if any), and the servers that sample.
     actor = FSDPPPOActor(config.actor)
     actor.initialize(None, ft_spec)
     cleanup.callback(actor.destroy)
@@ -83,13 +83,13 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
     evaluator = Evaluator(config.evaluator, ft_spec, valid_dataset, eval_workflow)
     saver = Saver(config.saver, ft_spec)
 
-    # An interrupted run resumes as if nothing had happened; any other one starts at step 0.
+    # An interrupted run resumes from its last checkpoint; any other run starts at step 0.
     start_step = recover.load(actor, train_dataloader, rollout=rollout, clocks={"evaluator": evaluator, "saver": saver})
     stats = StatsLogger(config.stats_logger, ft_spec, experiment=config, start_step=start_step)
     cleanup.enter_context(stats)
-    cleanup.enter_context(recover)  # from here on a run that is asked to stop ends with a checkpoint
+    cleanup.enter_context(recover)  # from here on a stop signal writes a checkpoint
 
-    # The servers started from `actor.path`; from here on they hold what the actor holds.
+    # The servers have loaded `actor.path`; this sends them the actor's weights.
     publish_weights(actor, rollout, version=start_step)
 
     for step in range(start_step, ft_spec.total_train_steps):
@@ -113,7 +113,7 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
         with stats.timer("recover"):
             recover.save(step)
 
-    # What became of it: the final model, one more evaluation, the report.
+    # Write the final model, a last evaluation and the report.
     saver.save(actor, ft_spec.total_train_steps - 1, tokenizer=tokenizer, processor=processor, force=True)
     with stats.timer("eval"):
         stats.add(evaluator.evaluate(rollout, ft_spec.total_train_steps, force=True))

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on pictures: gsm8k_sft.py for a model that sees, here counting the objects of clevr_count_70k.
+"""Supervised fine-tuning on images: gsm8k_sft.py for a vision-language model, here counting objects (clevr_count_70k).
 
     torchrun --nproc-per-node 2 examples/arealite/clevr_count_70k_sft.py \
         --config examples/arealite/configs/clevr_count_70k_sft.yaml key=value ...
@@ -20,7 +20,7 @@ from arealite.utils.hf import load_hf_tokenizer, load_image_processor
 
 
 def main(argv: list[str]) -> None:
-    with ExitStack() as cleanup:  # ends what was started, also after an error
+    with ExitStack() as cleanup:  # stops everything started below, also after an error
         train(argv, cleanup)
 
 
@@ -28,7 +28,7 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
     config, _ = load_expr_config(argv, SFTConfig)
     tokenizer, processor = load_hf_tokenizer(config.tokenizer_path), load_image_processor(config.tokenizer_path)
 
-    # Demonstrations to learn from, and held-out ones whose loss is only ever measured.
+    # Training demonstrations, and held-out demonstrations for the evaluation loss.
     data = config.train_dataset
     train_dataset, valid_dataset = load_datasets(config, tokenizer, processor)
     train_dataloader = PromptLoader(train_dataset, data.batch_size, data.shuffle, config.seed, data.drop_last)
@@ -40,7 +40,7 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
     ft_spec = FinetuneSpec(
         config.total_train_epochs, len(train_dataset), data.batch_size, config.total_train_steps, data.drop_last
     )
-    recover = Recover(config.recover, ft_spec)  # the run folder is ours from here on
+    recover = Recover(config.recover, ft_spec)  # lock the run folder
 
     model = FSDPLMEngine(config.model)
     model.initialize(None, ft_spec)
@@ -48,11 +48,11 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
     evaluation = Frequency(config.evaluator, ft_spec.steps_per_epoch, is_first_due=True)
     saver = Saver(config.saver, ft_spec)
 
-    # An interrupted run resumes as if nothing had happened; any other one starts at step 0.
+    # An interrupted run resumes from its last checkpoint; any other run starts at step 0.
     start_step = recover.load(model, train_dataloader, clocks={"evaluation": evaluation, "saver": saver})
     stats = StatsLogger(config.stats_logger, ft_spec, experiment=config, start_step=start_step)
     cleanup.enter_context(stats)
-    cleanup.enter_context(recover)  # from here on a run that is asked to stop ends with a checkpoint
+    cleanup.enter_context(recover)  # from here on a stop signal writes a checkpoint
 
     for step in range(start_step, ft_spec.total_train_steps):
         if valid_batch is not None and evaluation.check():
@@ -67,7 +67,7 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
         with stats.timer("recover"):
             recover.save(step)
 
-    # The final model, its held-out loss and the report.
+    # Write the final model, its held-out loss and the report.
     saver.save(model, ft_spec.total_train_steps - 1, tokenizer=tokenizer, processor=processor, force=True)
     if valid_batch is not None:
         stats.add({"eval/loss": model.evaluate_lm(valid_batch)})

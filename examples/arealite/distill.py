@@ -1,4 +1,4 @@
-"""On-policy distillation on GSM8K: a student learns from the logprobs that a teacher gives to what the student wrote.
+"""On-policy distillation on GSM8K: a student learns from a teacher's logprobs of the student's completions.
 
     python3 -m arealite.launcher.local examples/arealite/distill.py \
         --config examples/arealite/configs/distill.yaml key=value ...
@@ -29,7 +29,7 @@ from arealite.workflow.rlvr import RLVRWorkflow
 
 
 def main(argv: list[str]) -> None:
-    with ExitStack() as cleanup:  # ends what was started, also after an error
+    with ExitStack() as cleanup:  # stops everything started below, also after an error
         train(argv, cleanup)
 
 
@@ -40,14 +40,14 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
     tokenizer = load_hf_tokenizer(config.tokenizer_path)
     require_same_vocabulary(tokenizer, config.teacher.path)
 
-    # Questions to practise on, and held-out ones that are only ever evaluated.
+    # Training questions, and held-out questions for evaluation.
     data = config.train_dataset
     train_dataset, valid_dataset = load_datasets(config, tokenizer)
     train_dataloader = PromptLoader(train_dataset, data.batch_size, data.shuffle, config.seed, data.drop_last)
     ft_spec = FinetuneSpec(config.total_train_epochs, len(train_dataset), data.batch_size, config.total_train_steps)
-    recover = Recover(config.recover, ft_spec)  # the run folder is ours from here on
+    recover = Recover(config.recover, ft_spec)  # lock the run folder
 
-    # How an episode runs: sample completions, then score each, for the metrics only.
+    # The workflow of an episode: sample completions, then score each, for the metrics only.
     rewards = load_rewards(config.reward)
     workflow, eval_workflow = (
         RLVRWorkflow(
@@ -62,7 +62,7 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
     cleanup.callback(workflow.close)
     cleanup.callback(eval_workflow.close)
 
-    # The student that learns, the frozen teacher that judges every token of it, and the servers that sample.
+    # The trained student, the frozen teacher that scores each of its tokens, and the servers that sample.
     actor = FSDPPPOActor(config.actor)
     actor.initialize(None, ft_spec)
     cleanup.callback(actor.destroy)
@@ -76,13 +76,13 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
     evaluator = Evaluator(config.evaluator, ft_spec, valid_dataset, eval_workflow)
     saver = Saver(config.saver, ft_spec)
 
-    # An interrupted run resumes as if nothing had happened; any other one starts at step 0.
+    # An interrupted run resumes from its last checkpoint; any other run starts at step 0.
     start_step = recover.load(actor, train_dataloader, rollout=rollout, clocks={"evaluator": evaluator, "saver": saver})
     stats = StatsLogger(config.stats_logger, ft_spec, experiment=config, start_step=start_step)
     cleanup.enter_context(stats)
-    cleanup.enter_context(recover)  # from here on a run that is asked to stop ends with a checkpoint
+    cleanup.enter_context(recover)  # from here on a stop signal writes a checkpoint
 
-    # The servers started from `actor.path`; from here on they hold what the actor holds.
+    # The servers have loaded `actor.path`; this sends them the actor's weights.
     publish_weights(actor, rollout, version=start_step)
 
     for step in range(start_step, ft_spec.total_train_steps):
@@ -105,7 +105,7 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
         with stats.timer("recover"):
             recover.save(step)
 
-    # What became of it: the final model, one more evaluation, the report.
+    # Write the final model, a last evaluation and the report.
     saver.save(actor, ft_spec.total_train_steps - 1, tokenizer=tokenizer, force=True)
     with stats.timer("eval"):
         stats.add(evaluator.evaluate(rollout, ft_spec.total_train_steps, force=True))

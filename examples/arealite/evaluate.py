@@ -1,9 +1,9 @@
-"""Evaluate a model on a data set: no training, only servers that sample, rewards that judge, and a report.
+"""Evaluate a model on a data set: servers, rewards and a report, without training.
 
     python3 -m arealite.launcher.local examples/arealite/evaluate.py \
         --config examples/arealite/configs/evaluate.yaml key=value ...
 
-Every prompt is answered once greedily and `gconfig.n_samples` times sampled. The same command continues an evaluation
+Every prompt gets one greedy completion and `gconfig.n_samples` samples. The same command continues an evaluation
 that was interrupted.
 """
 
@@ -22,7 +22,7 @@ from arealite.workflow.rlvr import RLVRWorkflow
 
 
 def main(argv: list[str]) -> None:
-    with ExitStack() as cleanup:  # ends what was started, also after an error
+    with ExitStack() as cleanup:  # stops everything started below, also after an error
         evaluate(argv, cleanup)
 
 
@@ -32,7 +32,7 @@ def evaluate(argv: list[str], cleanup: ExitStack) -> None:
     _, dataset = load_datasets(config, tokenizer)
     assert dataset is not None, "EvalConfig has a valid_dataset"
 
-    # The run folder is ours from here on; what an interrupted evaluation has sampled in it is kept.
+    # Lock the run folder; samples of an interrupted evaluation are kept.
     evaluation = cleanup.enter_context(Evaluation(config, dataset))
     ft_spec = FinetuneSpec(total_train_epochs=1, dataset_size=len(dataset), train_batch_size=len(dataset))
     stats = cleanup.enter_context(StatsLogger(config.stats_logger, ft_spec, experiment=config))

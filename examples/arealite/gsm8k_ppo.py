@@ -1,10 +1,10 @@
-"""PPO with a critic on GSM8K: gsm8k_grpo.py, but values of a critic take the place of the group's mean.
+"""PPO with a critic on GSM8K: gsm8k_grpo.py with a critic's values in place of the group's mean.
 
     python3 -m arealite.launcher.local examples/arealite/gsm8k_ppo.py \
         --config examples/arealite/configs/gsm8k_ppo.yaml key=value ...
 
-How it differs from textbook PPO: as gsm8k_grpo.py does from GRPO, and actor and critic are two models, each with an
-optimizer of its own. A reward model or the `critic/` of an earlier run starts the critic: critic.path=FOLDER.
+How it differs from textbook PPO: as gsm8k_grpo.py from GRPO; and actor and critic are two models, each with an
+optimizer of its own. critic.path=FOLDER starts the critic from a reward model or the `critic/` of an earlier run.
 """
 
 import sys
@@ -29,7 +29,7 @@ from arealite.workflow.rlvr import RLVRWorkflow
 
 
 def main(argv: list[str]) -> None:
-    with ExitStack() as cleanup:  # ends what was started, also after an error
+    with ExitStack() as cleanup:  # stops everything started below, also after an error
         train(argv, cleanup)
 
 
@@ -37,14 +37,14 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
     config, _ = load_expr_config(argv, PPOConfig)
     tokenizer = load_hf_tokenizer(config.tokenizer_path)
 
-    # Questions to practise on, and held-out ones that are only ever evaluated.
+    # Training questions, and held-out questions for evaluation.
     data = config.train_dataset
     train_dataset, valid_dataset = load_datasets(config, tokenizer)
     train_dataloader = PromptLoader(train_dataset, data.batch_size, data.shuffle, config.seed, data.drop_last)
     ft_spec = FinetuneSpec(config.total_train_epochs, len(train_dataset), data.batch_size, config.total_train_steps)
-    recover = Recover(config.recover, ft_spec)  # the run folder is ours from here on
+    recover = Recover(config.recover, ft_spec)  # lock the run folder
 
-    # How an episode runs: sample a group of completions, then score each.
+    # The workflow of an episode: sample a group of completions, then score each.
     rewards = load_rewards(config.reward)
     workflow, eval_workflow = (
         RLVRWorkflow(
@@ -56,11 +56,11 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
         )
         for gconfig in (config.gconfig, config.eval_gconfig)
     )
-    should_accept = has_spread if config.actor.dynamic_sampling else None  # of what a workflow returns
+    should_accept = has_spread if config.actor.dynamic_sampling else None  # of the workflow's results
     cleanup.callback(workflow.close)
     cleanup.callback(eval_workflow.close)
 
-    # The policy and the critic that learn, the frozen policy it is kept close to (if any), and the servers that sample.
+    # The trained policy and critic, the frozen reference (if any), and the servers that sample.
     actor = FSDPPPOActor(config.actor)
     actor.initialize(None, ft_spec)
     cleanup.callback(actor.destroy)
@@ -79,14 +79,14 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
     evaluator = Evaluator(config.evaluator, ft_spec, valid_dataset, eval_workflow)
     saver = Saver(config.saver, ft_spec)
 
-    # An interrupted run resumes as if nothing had happened; any other one starts at step 0.
+    # An interrupted run resumes from its last checkpoint; any other run starts at step 0.
     clocks = {"evaluator": evaluator, "saver": saver}
     start_step = recover.load(actor, train_dataloader, critic=critic, rollout=rollout, clocks=clocks)
     stats = StatsLogger(config.stats_logger, ft_spec, experiment=config, start_step=start_step)
     cleanup.enter_context(stats)
-    cleanup.enter_context(recover)  # from here on a run that is asked to stop ends with a checkpoint
+    cleanup.enter_context(recover)  # from here on a stop signal writes a checkpoint
 
-    # The servers started from `actor.path`; from here on they hold what the actor holds.
+    # The servers have loaded `actor.path`; this sends them the actor's weights.
     publish_weights(actor, rollout, version=start_step)
 
     for step in range(start_step, ft_spec.total_train_steps):
@@ -103,7 +103,7 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
         with stats.timer("update"):
             actor.compute_advantages(batch)
             stats.add(critic.ppo_update(batch))
-            is_warm = step >= config.critic_warmup_steps  # else only the critic learns
+            is_warm = step >= config.critic_warmup_steps  # before that only the critic is trained
             stats.add(actor.ppo_update(batch) if is_warm else actor.describe(batch))
         with stats.timer("weights"):
             publish_weights(actor, rollout, version=step + 1)
@@ -113,7 +113,7 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
         with stats.timer("recover"):
             recover.save(step)
 
-    # What became of it: the final model, one more evaluation, the report.
+    # Write the final model, a last evaluation and the report.
     saver.save(actor, ft_spec.total_train_steps - 1, critic=critic, tokenizer=tokenizer, force=True)
     with stats.timer("eval"):
         stats.add(evaluator.evaluate(rollout, ft_spec.total_train_steps, force=True))

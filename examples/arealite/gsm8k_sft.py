@@ -20,7 +20,7 @@ from arealite.utils.hf import load_hf_tokenizer
 
 
 def main(argv: list[str]) -> None:
-    with ExitStack() as cleanup:  # ends what was started, also after an error
+    with ExitStack() as cleanup:  # stops everything started below, also after an error
         train(argv, cleanup)
 
 
@@ -28,7 +28,7 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
     config, _ = load_expr_config(argv, SFTConfig)
     tokenizer = load_hf_tokenizer(config.tokenizer_path)
 
-    # Demonstrations to learn from, and held-out ones whose loss is only ever measured.
+    # Training demonstrations, and held-out demonstrations for the evaluation loss.
     data = config.train_dataset
     train_dataset, valid_dataset = load_datasets(config, tokenizer)
     train_dataloader = PromptLoader(train_dataset, data.batch_size, data.shuffle, config.seed, data.drop_last)
@@ -40,7 +40,7 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
     ft_spec = FinetuneSpec(
         config.total_train_epochs, len(train_dataset), data.batch_size, config.total_train_steps, data.drop_last
     )
-    recover = Recover(config.recover, ft_spec)  # the run folder is ours from here on
+    recover = Recover(config.recover, ft_spec)  # lock the run folder
 
     model = FSDPLMEngine(config.model)
     model.initialize(None, ft_spec)
@@ -48,11 +48,11 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
     evaluation = Frequency(config.evaluator, ft_spec.steps_per_epoch, is_first_due=True)
     saver = Saver(config.saver, ft_spec)
 
-    # An interrupted run resumes as if nothing had happened; any other one starts at step 0.
+    # An interrupted run resumes from its last checkpoint; any other run starts at step 0.
     start_step = recover.load(model, train_dataloader, clocks={"evaluation": evaluation, "saver": saver})
     stats = StatsLogger(config.stats_logger, ft_spec, experiment=config, start_step=start_step)
     cleanup.enter_context(stats)
-    cleanup.enter_context(recover)  # from here on a run that is asked to stop ends with a checkpoint
+    cleanup.enter_context(recover)  # from here on a stop signal writes a checkpoint
 
     for step in range(start_step, ft_spec.total_train_steps):
         if valid_batch is not None and evaluation.check():
@@ -67,7 +67,7 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
         with stats.timer("recover"):
             recover.save(step)
 
-    # The final model, its held-out loss and the report.
+    # Write the final model, its held-out loss and the report.
     saver.save(model, ft_spec.total_train_steps - 1, tokenizer=tokenizer, force=True)
     if valid_batch is not None:
         stats.add({"eval/loss": model.evaluate_lm(valid_batch)})

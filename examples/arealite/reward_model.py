@@ -3,8 +3,8 @@
     python3 -m arealite.launcher.local examples/arealite/reward_model.py \
         --config examples/arealite/configs/reward_model.yaml key=value ...
 
-The score is read at the last token. What is saved is a Hugging Face sequence classifier of one label, which
-`RewardModel(path, tokenizer)` makes a reward function and `critic.path` a critic.
+The score is computed at the last token. The saved model is a Hugging Face sequence classifier of one label, which
+`RewardModel(path, tokenizer)` uses as a reward and `critic.path` as a critic.
 """
 
 import sys
@@ -23,7 +23,7 @@ from arealite.utils.hf import load_hf_tokenizer
 
 
 def main(argv: list[str]) -> None:
-    with ExitStack() as cleanup:  # ends what was started, also after an error
+    with ExitStack() as cleanup:  # stops everything started below, also after an error
         train(argv, cleanup)
 
 
@@ -31,7 +31,7 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
     config, _ = load_expr_config(argv, RWConfig)
     tokenizer = load_hf_tokenizer(config.tokenizer_path)
 
-    # Pairs to learn from, and held-out ones that are only ever judged.
+    # Training pairs, and held-out pairs for evaluation.
     data = config.train_dataset
     train_dataset, valid_dataset = load_datasets(config, tokenizer)
     train_dataloader = PromptLoader(train_dataset, data.batch_size, data.shuffle, config.seed, data.drop_last)
@@ -39,9 +39,9 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
     ft_spec = FinetuneSpec(
         config.total_train_epochs, len(train_dataset), data.batch_size, config.total_train_steps, data.drop_last
     )
-    recover = Recover(config.recover, ft_spec)  # the run folder is ours from here on
+    recover = Recover(config.recover, ft_spec)  # lock the run folder
 
-    # A language model with a head of one score, which starts at 0, in place of its output layer.
+    # A language model whose output layer is replaced by a head with one score, initially 0.
     model = FSDPRWEngine(config.model)
     model.initialize(None, ft_spec)
     cleanup.callback(model.destroy)
@@ -52,11 +52,11 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
     evaluation = Frequency(config.evaluator, ft_spec.steps_per_epoch, is_first_due=True)
     saver = Saver(config.saver, ft_spec)
 
-    # An interrupted run resumes as if nothing had happened; any other one starts at step 0.
+    # An interrupted run resumes from its last checkpoint; any other run starts at step 0.
     start_step = recover.load(model, train_dataloader, clocks={"evaluation": evaluation, "saver": saver})
     stats = StatsLogger(config.stats_logger, ft_spec, experiment=config, start_step=start_step)
     cleanup.enter_context(stats)
-    cleanup.enter_context(recover)  # from here on a run that is asked to stop ends with a checkpoint
+    cleanup.enter_context(recover)  # from here on a stop signal writes a checkpoint
 
     for step in range(start_step, ft_spec.total_train_steps):
         if valid_batch is not None and evaluation.check():
@@ -71,7 +71,7 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
         with stats.timer("recover"):
             recover.save(step)
 
-    # The final model, what it prefers on held-out pairs, and the report.
+    # Write the final model, its accuracy on held-out pairs, and the report.
     saver.save(model, ft_spec.total_train_steps - 1, tokenizer=tokenizer, force=True)
     if valid_batch is not None:
         stats.add(model.evaluate_rw(valid_batch))

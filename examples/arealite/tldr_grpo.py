@@ -1,11 +1,11 @@
-"""Summaries (TL;DR) that a reward model likes: gsm8k_grpo.py, but no answer is right or wrong.
+"""Summaries (TL;DR) scored by a reward model: gsm8k_grpo.py without right or wrong answers.
 
     python3 -m arealite.launcher.local examples/arealite/tldr_grpo.py \
         --config examples/arealite/configs/tldr_grpo.yaml reward_model=FOLDER key=value ...
 
-reward_model.py trains the reward model, on pairs of summaries of the same posts. Two things keep the policy from
-summaries that only the reward model likes: the KL penalty to where it started (`actor.kl_ctl`), and a reward that falls
-over the last `actor.overlong_buffer` tokens, as raters and reward models prefer long ones
+reward_model.py trains the reward model on pairs of summaries of the same posts. Two terms keep the policy from
+exploiting the reward model: the KL penalty to the initial policy (`actor.kl_ctl`), and a reward that falls
+over the last `actor.overlong_buffer` tokens, because raters and reward models prefer long summaries
 (https://arxiv.org/abs/2310.03716).
 """
 
@@ -42,7 +42,7 @@ class TLDRConfig(GRPOConfig):
 
 
 def main(argv: list[str]) -> None:
-    with ExitStack() as cleanup:  # ends what was started, also after an error
+    with ExitStack() as cleanup:  # stops everything started below, also after an error
         train(argv, cleanup)
 
 
@@ -50,14 +50,14 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
     config, _ = load_expr_config(argv, TLDRConfig)
     tokenizer = load_hf_tokenizer(config.tokenizer_path)
 
-    # Posts to summarize, and held-out ones that are only ever evaluated.
+    # Training posts, and held-out posts for evaluation.
     data = config.train_dataset
     train_dataset, valid_dataset = load_datasets(config, tokenizer)
     train_dataloader = PromptLoader(train_dataset, data.batch_size, data.shuffle, config.seed, data.drop_last)
     ft_spec = FinetuneSpec(config.total_train_epochs, len(train_dataset), data.batch_size, config.total_train_steps)
-    recover = Recover(config.recover, ft_spec)  # the run folder is ours from here on
+    recover = Recover(config.recover, ft_spec)  # lock the run folder
 
-    # How an episode runs: sample a group of summaries, then score each. The judge is a model in this process of rank 0.
+    # The workflow of an episode: sample a group of summaries, then score each with a model in rank 0's process.
     judge = RewardModel(config.reward_model, tokenizer, dtype=config.actor.dtype)
     rewards: dict[RewardFunction, float] = {judge: 1.0, **load_rewards(config.reward)}
     workflow, eval_workflow = (
@@ -72,9 +72,9 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
     )
     cleanup.callback(workflow.close)
     cleanup.callback(eval_workflow.close)
-    should_accept = has_spread if config.actor.dynamic_sampling else None  # of what a workflow returns
+    should_accept = has_spread if config.actor.dynamic_sampling else None  # of the workflow's results
 
-    # The policy that learns, the frozen one it is kept close to (if any), and the servers that sample.
+    # The trained policy, the frozen reference (if any), and the servers that sample.
     actor = FSDPPPOActor(config.actor)
     actor.initialize(None, ft_spec)
     cleanup.callback(actor.destroy)
@@ -90,13 +90,13 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
     evaluator = Evaluator(config.evaluator, ft_spec, valid_dataset, eval_workflow)
     saver = Saver(config.saver, ft_spec)
 
-    # An interrupted run resumes as if nothing had happened; any other one starts at step 0.
+    # An interrupted run resumes from its last checkpoint; any other run starts at step 0.
     start_step = recover.load(actor, train_dataloader, rollout=rollout, clocks={"evaluator": evaluator, "saver": saver})
     stats = StatsLogger(config.stats_logger, ft_spec, experiment=config, start_step=start_step)
     cleanup.enter_context(stats)
-    cleanup.enter_context(recover)  # from here on a run that is asked to stop ends with a checkpoint
+    cleanup.enter_context(recover)  # from here on a stop signal writes a checkpoint
 
-    # The servers started from `actor.path`; from here on they hold what the actor holds.
+    # The servers have loaded `actor.path`; this sends them the actor's weights.
     publish_weights(actor, rollout, version=start_step)
 
     for step in range(start_step, ft_spec.total_train_steps):
@@ -120,7 +120,7 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
         with stats.timer("recover"):
             recover.save(step)
 
-    # What became of it: the final model, one more evaluation, the report.
+    # Write the final model, a last evaluation and the report.
     saver.save(actor, ft_spec.total_train_steps - 1, tokenizer=tokenizer, force=True)
     with stats.timer("eval"):
         stats.add(evaluator.evaluate(rollout, ft_spec.total_train_steps, force=True))

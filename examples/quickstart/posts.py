@@ -1,4 +1,4 @@
-"""Posts with a summary, generated, in the shape of the TL;DR data sets trl-lib/tldr and trl-lib/tldr-preference.
+"""Generated posts with summaries, in the format of the TL;DR data sets trl-lib/tldr and trl-lib/tldr-preference.
 
 A row is a pure function of the seed and its position. Posts of the test split are about other people than those of the
 train split.
@@ -23,7 +23,7 @@ FILLERS = (
 
 
 def rows(split: str, *, seed: int, train: int | str = 2000, test: int | str = 128) -> list[dict[str, str]]:
-    """Generate `train` or `test` rows of a split: `prompt`, a post that asks for its summary, and `completion`."""
+    """Generate `train` or `test` rows of a split: `prompt`, a post and the request of a summary, and `completion`."""
     if split not in SPLITS:
         raise ValueError(f"split of the posts must be train or test: got {split!r}. Use one of them.")
     stories = list(itertools.product(SPLITS[split], RELATIONS, DEEDS, WISHES))

@@ -1,4 +1,4 @@
-"""Programming tasks with tests, generated, and those of MBPP: data for `reward: arealite.reward.code:code_reward`.
+"""Generated programming tasks with tests, and those of MBPP: data for `reward: arealite.reward.code:code_reward`.
 
 A generated row is a pure function of the seed and its position. Tasks of the test split have other constants than those
 of the train split.
@@ -40,7 +40,7 @@ def rows(split: str, *, seed: int, train: int | str = 2000, test: int | str = 12
 
 
 def mbpp(split: str, *, seed: int, path: str = "google-research-datasets/mbpp") -> list[dict[str, Any]]:
-    """Read MBPP (arXiv:2108.07732), whose tests are assertions: the first is told, as it names the function."""
+    """Read MBPP (arXiv:2108.07732), whose tests are assertions; the prompt has the first, which names the function."""
     return [
         {
             "question": f"{row['text']}\nYour code must pass this test:\n{row['test_list'][0]}",

@@ -1,8 +1,8 @@
 """`arealite quickstart`: a tiny model from scratch, fine-tuned, then improved by asynchronous GRPO, on a CPU.
 
-It starts the example scripts through the local launcher, exactly as a user would: what runs here is what a cluster
-runs. What it shows is elicitation: fine-tuning teaches the model to write the steps of a word problem and to answer
-without them; left alone it mostly does the latter, and reinforcement learning finds that writing the steps pays.
+It starts the example scripts through the local launcher, as a user would: a cluster runs the same scripts. It shows
+elicitation: fine-tuning teaches the model to write the steps of a word problem and to answer without them; by itself
+it mostly does the latter, and reinforcement learning makes it write the steps.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from arealite.viewer.report import write_report
 
 EXAMPLES = Path(__file__).parents[1] / "arealite"
 SFT_STEPS = 1000
-"""Enough for the written steps to be right, on three seeds of three."""
-UNCHECKED = "launcher.preflight=false"  # model and data are our own
+"""Enough for correct written steps on all three tested seeds."""
+UNCHECKED = "launcher.preflight=false"  # model and data are generated
 
 
 def quickstart(overrides: Sequence[str]) -> int:
@@ -40,7 +40,7 @@ def quickstart(overrides: Sequence[str]) -> int:
         raise ConfigError(
             f"trial_name must be new: got {config.trial_name}, and {run.path} has results. Choose another."
         )
-    from tiny_model import write_tiny_model  # takes seconds to import, and a typo is answered before
+    from tiny_model import write_tiny_model  # slow to import; errors in arguments are reported before
 
     console.rule("[bold]1/3[/bold] a tiny model with random weights")
     model = write_tiny_model(out=run.path.with_name(f"{config.trial_name}-model"), corpus=None, seed=config.seed)

@@ -1,4 +1,4 @@
-"""Pictures of coloured squares to count, generated, in the shape of the data set BUAADreamer/clevr_count_70k.
+"""Generated images of coloured squares to count, in the format of the data set BUAADreamer/clevr_count_70k.
 
 A row is a pure function of the seed and its position: `images` (PNG), `problem`, `answer`, such as [4].
 """

@@ -1,6 +1,6 @@
 """`arealite tiny-model`: a model of a quarter million random parameters and its tokenizer, as a Hugging Face folder.
 
-It makes whole experiments run on a CPU in seconds. The tokenizer is byte-level, so any text survives a round trip,
+It lets whole experiments run on a CPU in seconds. The tokenizer is byte-level, so any text survives a round trip,
 and never merges digits, so that arithmetic is learnable. Its chat template is append-only: a conversation's tokens
 are a prefix of those of every continuation, including the end-of-turn token that the model itself samples.
 """
@@ -22,7 +22,7 @@ from arealite.api.errors import ConfigError
 
 PAD, END = "<|pad|>", "<|end|>"
 INITIALIZER_RANGE = 0.06
-"""Standard deviation of the random weights. Wider than the usual 0.02, as suits a narrow model."""
+"""Standard deviation of the random weights; larger than the usual 0.02, because the model is narrow."""
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (
     "{% if tools %}<|system|>{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|end|>{% endif %}"
@@ -31,7 +31,7 @@ CHAT_TEMPLATE = (
     "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 NUM_PROBLEMS = 3000
-"""Word problems that a tokenizer is trained on unless there is a corpus."""
+"""Number of word problems to train the tokenizer on if no corpus is given."""
 # Words with their leading space, single digits, runs of punctuation, whitespace.
 PIECES = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s"
 
@@ -44,7 +44,7 @@ def write_tiny_model(
 
 
 def texts_for(out: str | Path, corpus: str | Path | None, seed: int) -> Iterable[str]:
-    """Return the texts to train the tokenizer of a model on that will lie at `out`."""
+    """Return the texts for training the tokenizer of the model at `out`."""
     if Path(out).is_file():
         raise ConfigError(f"--out must be a folder: got {out}, which is a file. Choose another.")
     disable_progress_bar()

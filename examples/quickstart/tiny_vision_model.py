@@ -1,6 +1,6 @@
-"""`arealite tiny-model --vision`: a tiny model that sees images, of the Qwen2.5-VL type, as a Hugging Face folder.
+"""`arealite tiny-model --vision`: a tiny vision-language model (Qwen2.5-VL), as a Hugging Face folder.
 
-Its tokenizer is that of the tiny language model with the special tokens of images; patches are 14 x 14 pixels, and an
+Its tokenizer is the tiny language model's plus the special tokens of images; patches are 14 x 14 pixels, and an
 image of 56 x 56 becomes four tokens.
 """
 

@@ -1,10 +1,10 @@
-"""Word problems in the shape of GSM8K, generated: who has how many of what after several small events.
+"""Generated word problems in the format of GSM8K: how many things a person has after several small events.
 
 A row is a pure function of the options, the seed and its position. A question is held out when the CRC-32 of its text
 is 0 modulo 8, so training and test questions never meet, whatever the seeds. Every total stays in 0..18 and every
 change in 2..9: each written step is easy, while adding up four or five of them at once is not. A share of the answers
-writes the steps, day by day, before `#### N`; the others jump to it. A model fitted to such a mixture can do the steps
-but seldom does, and reinforcement learning discovers that writing them pays.
+writes the steps, day by day, before `#### N`; the others jump to it. A model fitted to such a mixture can write steps
+but rarely does; reinforcement learning makes it write them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator
 
 PATH = f"{__file__}:rows"
-"""What `train_dataset.path` may be; options follow, e.g. `?train=200&test=10`."""
+"""Value of `train_dataset.path`; options may follow, e.g. `?train=200&test=10`."""
 MIN_CHANGE, MAX_CHANGE, MAX_TOTAL = 2, 9, 18
 TEST_SHARE = 8
 MAX_ROWS = 200_000
@@ -22,7 +22,7 @@ MAX_ROWS = 200_000
 NAMES = (("Mia", "she"), ("Tom", "he"), ("Ana", "she"), ("Ben", "he"), ("Lily", "she"), ("Sam", "he"))
 FRIENDS = ("Ella", "Max", "Nina", "Paul")
 THINGS = ("apples", "books", "cards", "coins", "eggs", "pens", "shells", "toys")
-# Every event has a day and its step names it, so that a tiny model finds the number to add by looking the day up.
+# Every event has a day and its step names the day, so that a tiny model can look up the number to add.
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 OPENINGS = ("{name} has {n} {things}.", "{name} owns {n} {things}.", "{name} counts {n} {things}.")
 GAINS = (
@@ -78,7 +78,7 @@ def rows(
 
 
 def pairs(split: str, *, seed: int, **options: int | str) -> list[dict[str, str]]:
-    """Generate pairs of answers: one that writes the steps is preferred to one that jumps to the result."""
+    """Generate pairs of answers: an answer with steps is preferred to one that jumps to the result."""
     written = rows(split, seed=seed, with_steps=1, **options)
     return [
         {"prompt": row["question"], "chosen": row["answer"], "rejected": row["answer"].splitlines()[-1]}
@@ -87,7 +87,7 @@ def pairs(split: str, *, seed: int, **options: int | str) -> list[dict[str, str]
 
 
 def is_held_out(question: str) -> bool:
-    """Tell whether a question belongs to the test split."""
+    """Return whether a question belongs to the test split."""
     return zlib.crc32(question.encode()) % TEST_SHARE == 0
 
 
@@ -98,7 +98,7 @@ def _integer(name: str, value: int | str) -> int:
 
 
 def _range(steps: str) -> tuple[int, int]:
-    """Return the fewest and most events."""
+    """Return the minimum and maximum number of events."""
     least, _, most = steps.partition("-")
     if not least.isdecimal() or not (most or least).isdecimal():
         raise ValueError(f"option steps must be N or N-M: got {steps!r}. Write e.g. steps=4-5.")
@@ -115,7 +115,7 @@ def _problems(least: int, most: int, with_steps: float, draw: random.Random) -> 
 
 
 def _changes(draw: random.Random, num_steps: int) -> tuple[list[int], list[int]]:
-    """Draw the opening number followed by signed changes, no size twice, and the running totals."""
+    """Draw the initial number and signed changes of different sizes, and return them with the running totals."""
     sizes = draw.sample(range(MIN_CHANGE, MAX_CHANGE + 1), num_steps + 1)
     changes, totals = [sizes[0]], [sizes[0]]
     for size in sizes[1:]:

@@ -1,8 +1,8 @@
-"""GRPO of an agent on the package of OpenAI, which trains as it is: it gets an address and a key.
+"""GRPO of an unmodified agent on OpenAI's package, which gets a base URL and a key.
 
     python3 -m arealite.launcher.local train.py --config config.yaml key=value ...
 
-What the agent asks at that address is a run, and the number that it returns the run's reward.
+The agent's requests are a run, and the returned number is the run's reward.
 """
 
 import sys
@@ -20,7 +20,7 @@ def make_workflow(config: GRPOConfig, gconfig: GenerationHyperparameters, tokeni
     rewards = load_rewards(config.reward)
 
     async def solve(data: dict[str, Any], base_url: str, api_key: str, http_client: Any) -> float:
-        """Answer, look at the answer once more, and return what the second one earns."""
+        """Answer, review the answer once, and return the reward of the second answer."""
         client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
         messages: list[Any] = [{"role": "user", "content": data["question"]}]
         for _ in range(2):

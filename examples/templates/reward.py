@@ -1,10 +1,10 @@
-"""What a completion earns: config.yaml names the function, and each of its processes imports this file."""
+"""The reward of a completion: config.yaml names the function, and each reward process imports this file."""
 
 import re
 
 
 def score(completions: str, answer: str, **others: object) -> float:
-    """Return 1 for a last number that is the answer's, 0.1 for another one, and 0 for none."""
+    """Return 1 if the last number is the answer's, 0.1 for another number, and 0 for none."""
     said, right = _last_number(completions), _last_number(answer)
     return 0.0 if said is None else 1.0 if said == right else 0.1
 

@@ -1,4 +1,4 @@
-"""`python3 -m pytest`: the reward, tried on texts before it costs hours."""
+"""Tests of the reward; run them by `python3 -m pytest`."""
 
 import json
 from pathlib import Path

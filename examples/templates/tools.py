@@ -1,8 +1,8 @@
-"""GRPO of a model that calls functions: it reads what they return, answers, and the answer is scored.
+"""GRPO of a model that calls functions: it gets their results and answers, and the answer is scored.
 
     python3 -m arealite.launcher.local train.py --config config.yaml key=value ...
 
-A function's name, type hints and docstring are what the model is told of it.
+The model gets a function's name, type hints and docstring.
 """
 
 import sys
@@ -26,14 +26,14 @@ def add(a: int, b: int) -> int:
 
 
 async def subtract(a: int, b: int) -> int:
-    """Subtract a number from another one.
+    """Subtract a number from another number.
 
     Args:
         a: The number to subtract from.
         b: The number to subtract.
     """
     if b > a:
-        raise ValueError("nobody can give away more than there is")  # the model is told
+        raise ValueError("nobody can give away more than there is")  # the model gets this message
     return a - b
 
 
