@@ -1,6 +1,6 @@
 """The order of prompts, a pure function of a few numbers.
 
-A *cursor* `{epoch, position, seed, dataset_size, batch_size, shuffle, drop_last}` names every prompt before it.
+A *cursor* `{epoch, position, seed, dataset_size, batch_size, shuffle, drop_last}` identifies all prompts before it.
 """
 
 import random
@@ -17,12 +17,12 @@ def order_of_epoch(dataset_size: int, *, epoch: int, seed: int, shuffle: bool) -
 
 
 def length_of_epoch(dataset_size: int, *, batch_size: int, drop_last: bool) -> int:
-    """Return how many prompts an epoch yields; with `drop_last` the rest that fills no batch is skipped."""
+    """Return the number of prompts of an epoch; `drop_last` skips the last, incomplete batch."""
     return dataset_size // batch_size * batch_size if drop_last else dataset_size
 
 
 def cursor_after(count: int) -> dict[str, Any]:
-    """Return the cursor that the prompts (0, 0) to (0, count - 1) lie before."""
+    """Return the cursor after the prompts (0, 0) to (0, count - 1)."""
     data = {"seed": 0, "dataset_size": count, "batch_size": 1, "shuffle": False, "drop_last": False}
     return {"epoch": 0, "position": count, **data}
 

@@ -1,4 +1,4 @@
-"""What this node has: GPUs as nvidia-smi tells them, cores, and memory within the limit of its container."""
+"""The resources of this node: GPUs from nvidia-smi, cores, and memory within the limit of the container."""
 
 import itertools
 import os
@@ -12,7 +12,7 @@ import psutil
 
 _QUERY = ("index", "uuid", "name", "memory.total", "memory.free")
 _GPU = re.compile(r"\d+$|GPU-|MIG-")
-_TIMEOUT_S = 60.0  # the driver of a node that has just started takes its time
+_TIMEOUT_S = 60.0  # a driver that was just loaded is slow
 _MEBIBYTE = 2**20
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -29,7 +29,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Node:
-    """What processes of this node may use; memory in bytes."""
+    """Resources that processes of this node may use; memory in bytes."""
 
     gpus: tuple[Gpu, ...]
     cores: int
@@ -38,7 +38,7 @@ class Node:
 
 
 def this_node() -> Node:
-    """Look at this node; only GPUs that CUDA_VISIBLE_DEVICES names count, if it is set."""
+    """Return the resources of this node; CUDA_VISIBLE_DEVICES limits the GPUs."""
     memory = psutil.virtual_memory()
     limit, used = (_bytes_of(name) for name in ("memory.max", "memory.current"))
     total, free = memory.total, memory.available
@@ -49,27 +49,28 @@ def this_node() -> Node:
 
 def visible_gpus() -> list[str]:
     """Return the names of the GPUs this process may use."""
-    if (chosen := _chosen()) is not None:
-        return chosen
-    listed = [line for line in _ask_nvidia_smi("-L") if line.startswith("GPU ")]
-    return [str(index) for index, _ in enumerate(listed)]
+    if (names := _visible_devices()) is not None:
+        return names
+    num_gpus = sum(line.startswith("GPU ") for line in _ask_nvidia_smi("-L"))
+    return [str(index) for index in range(num_gpus)]
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """Ask nvidia-smi for the visible GPUs; without it, or where it fails, there are none."""
-    found: dict[str, Gpu] = {}
+    """Return the visible GPUs; none if nvidia-smi is missing or fails."""
+    by_name: dict[str, Gpu] = {}  # by index and by UUID
     for line in _ask_nvidia_smi(f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"):
         fields = [field.strip() for field in line.split(",")]
         if len(fields) == len(_QUERY) and fields[3].isdecimal() and fields[4].isdecimal():
             gpu = Gpu(fields[0], fields[2], int(fields[3]) * _MEBIBYTE, int(fields[4]) * _MEBIBYTE)
-            found |= {fields[0]: gpu, fields[1]: gpu}
-    chosen = _chosen()
-    names = [name for name in found if name.isdecimal()] if chosen is None else chosen
-    return tuple(found[name] for name in names if name in found)
+            by_name |= {fields[0]: gpu, fields[1]: gpu}
+    names = _visible_devices()
+    if names is None:
+        names = [name for name in by_name if name.isdecimal()]
+    return tuple(by_name[name] for name in names if name in by_name)
 
 
 def _ask_nvidia_smi(*flags: str) -> list[str]:
-    """Return the lines that nvidia-smi answers; none without it, or where it fails."""
+    """Return the lines of nvidia-smi; none if it is missing or fails."""
     if (program := shutil.which("nvidia-smi")) is None:
         return []
     try:
@@ -79,15 +80,14 @@ def _ask_nvidia_smi(*flags: str) -> list[str]:
     return done.stdout.splitlines() if done.returncode == 0 else []
 
 
-def _chosen() -> list[str] | None:
-    """Return what CUDA_VISIBLE_DEVICES names; None if it is not set. CUDA reads it up to what is no GPU, such as -1."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = map(str.strip, (chosen or "").split(","))
-    return None if chosen is None else [*itertools.takewhile(_GPU.match, names)]
+def _visible_devices() -> list[str] | None:
+    """Return CUDA_VISIBLE_DEVICES up to the first entry that is not a GPU, such as -1; None if it is not set."""
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if value is None else [*itertools.takewhile(_GPU.match, map(str.strip, value.split(",")))]
 
 
 def _cached_bytes() -> int:
-    """Return what this container's control group keeps of files, and drops when a process needs memory."""
+    """Return the file cache of this container's control group, which the kernel drops under memory pressure."""
     try:
         fields = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
     except OSError:
@@ -96,7 +96,7 @@ def _cached_bytes() -> int:
 
 
 def _bytes_of(name: str) -> int | None:
-    """Read a number of this container's control group; None if there is none."""
+    """Read a number of this container's control group; None without one."""
     try:
         text = (_CGROUP / name).read_text().strip()
     except OSError:

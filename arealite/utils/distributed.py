@@ -1,9 +1,9 @@
 """Joining torch.distributed and reducing plain numbers over it.
 
-Several engines of a process share the default process group, which the first to join creates (alone in this process
-without torchrun or a launcher) and the last to leave destroys. A group of someone else is used and left alone.
-Invariant: ranks meet only those of their own attempt. torchrun keeps its store when it starts all ranks again, so every
-attempt has keys of its own there (see `_sign_in`); what an earlier one left would lead to addresses that are gone.
+The engines of a process share the default process group: the first to join creates it (with one rank, unless started by
+torchrun or a launcher) and the last to leave destroys it. A group that existed before is used and left alone.
+Invariant: ranks meet only ranks of their own attempt. torchrun keeps its store when it restarts all ranks, so each
+attempt has its own keys (see `_sign_in`); the keys of an earlier attempt lead to addresses that are gone.
 """
 
 import functools
@@ -31,7 +31,7 @@ from arealite.utils.network import LOOPBACK, address_toward, host_ip, interface_
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 
-MEETING_TIMEOUT_S = 1800.0  # how long ranks wait for the last one at the start, which may still download its data set
+MEETING_TIMEOUT_S = 1800.0  # for the last rank to start: it may still download its data set
 NODE_TIMEOUT_S = 30.0
 _LOOK_AGAIN_S = 0.02
 _MAX_STRANGERS = 64  # connections of other programs; then the oldest connection is dropped
@@ -45,7 +45,7 @@ _is_ours = False
 
 
 def join_default_group(timeout_s: float) -> None:
-    """Hold on to the default process group until `leave_default_group`; a collective may take `timeout_s`."""
+    """Join the default process group until `leave_default_group`; a collective may take `timeout_s`."""
     global _members, _is_ours
     with _lock:
         if not dist.is_initialized():
@@ -56,7 +56,7 @@ def join_default_group(timeout_s: float) -> None:
 
 
 def leave_default_group() -> None:
-    """Let go of the default process group."""
+    """Leave the default process group."""
     global _members, _is_ours
     with _lock:
         _members -= 1
@@ -71,18 +71,18 @@ def global_rank() -> int:
 
 
 def is_restarted() -> bool:
-    """Tell whether torchrun has started the trainer again (rank 0, which then waits for the others)."""
+    """Return True on rank 0 if torchrun has restarted the trainer; waits for the other ranks."""
     return _meet()[3]
 
 
 def num_nodes() -> int:
-    """Return over how many nodes the trainer is spread."""
+    """Return the number of nodes of the trainer."""
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     return -(-num_ranks // int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))
 
 
 def meeting_address(toward: str) -> str:
-    """Return the address at which a host, and the other nodes of the trainer, reach this rank."""
+    """Return the address at which the host `toward`, and other nodes of the trainer, reach this rank."""
     if toward not in (LOOPBACK, "localhost"):
         return host_ip(toward)
     return LOOPBACK if num_nodes() == 1 else address_toward(os.environ["MASTER_ADDR"])
@@ -104,9 +104,9 @@ def _create_default_group(timeout: timedelta) -> None:
 
 
 def _choose_interface() -> None:
-    """Let gloo and NCCL use the interface that leads to rank 0, where the user has not chosen one.
+    """Make gloo and NCCL use the interface that leads to rank 0, unless the user has chosen one.
 
-    By itself gloo takes the one that this node's name resolves to, which may be a loopback or a dead one.
+    Gloo's default is the interface to which this node's name resolves, which may be loopback or down.
     """
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -118,7 +118,7 @@ def _choose_interface() -> None:
 
 
 def _watch_nodes(store: Store) -> None:
-    """Start to watch the other nodes of the trainer: the first rank of each node connects to that of every other one.
+    """Watch the other nodes of the trainer: the first rank of each node connects to that of every other node.
 
     Collectives have no short timeout, as ranks wait for rank 0 to collect rollouts, and gloo may miss that its
     connection was reset. The kernel probes these connections, so a rank that is busy or in a debugger counts as alive.
@@ -142,9 +142,9 @@ def _watch_nodes(store: Store) -> None:
 
 
 def _watch_node(address: str, port: str, name: str) -> None:
-    """End this process, whose main thread may be stuck in C code, once a node is silent or resets the connection.
+    """End this process, whose main thread may be stuck in C code, if a node is silent or resets the connection.
 
-    A connection that is closed is left alone: the launcher, or torchrun, ends the ranks beside one that has ended.
+    A closed connection is ignored: the launcher or torchrun ends the other ranks when a rank has ended.
     """
     interval_s = int(NODE_TIMEOUT_S / 5)
     try:
@@ -165,8 +165,10 @@ def _watch_node(address: str, port: str, name: str) -> None:
 
 @functools.cache
 def _meet() -> tuple[Store, int, int, bool]:
-    """Return the store of this attempt, rank, world size, and on rank 0 whether there was an earlier attempt. Once per
-    process: a new store would find the addresses of the last group."""
+    """Return the store of this attempt, rank, world size, and on rank 0 True after an earlier attempt.
+
+    Called once per process: a new store would contain the addresses of the last group.
+    """
     if "RANK" not in os.environ:
         return HashStore(), 0, 1, False
     store, rank, world_size = next(iter(rendezvous("env://", timeout=timedelta(seconds=MEETING_TIMEOUT_S))))
@@ -178,7 +180,7 @@ def _meet() -> tuple[Store, int, int, bool]:
 
 
 def _sign_in(store: Store, rank: int) -> str:
-    """Tell rank 0 a new word, which only a rank 0 of this attempt can answer; return the name of the attempt."""
+    """Send rank 0 a random word, which only rank 0 of this attempt can answer; return the name of the attempt."""
     word = uuid.uuid4().hex
     store.set(f"arealite/rank/{rank}", f"{word} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
     try:
@@ -190,14 +192,14 @@ def _sign_in(store: Store, rank: int) -> str:
 
 
 def _receive_all(store: Store, world_size: int) -> tuple[str, bool]:
-    """Give this attempt a name and answer all ranks (rank 0); return it, and whether there was an earlier one."""
+    """Name this attempt and answer all ranks (on rank 0); return the name, and True after an earlier attempt."""
     number = store.add("arealite/attempts", 1)
     name = f"arealite/attempt-{number}"
     restarts = [os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")]
     missing = list(range(1, world_size))
     deadline = time.monotonic() + MEETING_TIMEOUT_S
     while missing:
-        for rank in missing:  # the word may be of an earlier attempt: answer until the rank has confirmed
+        for rank in missing:  # the word may be from an earlier attempt: answer until the rank has confirmed
             if store.check([f"arealite/rank/{rank}"]):
                 word, count = store.get(f"arealite/rank/{rank}").decode().split()
                 store.set(f"arealite/answer/{word}", name)
@@ -212,7 +214,7 @@ def _receive_all(store: Store, world_size: int) -> tuple[str, bool]:
 def all_reduce(
     values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Return the reduction of `values` over the group, on their own device; they are left as they are."""
+    """Return the reduction of `values` over the group, on their device, without changing them."""
     reduced = values.detach().cpu().clone()
     with heartbeat.waiting("a sum over all ranks", on="ranks"):
         dist.all_reduce(reduced, op=op, group=group)
@@ -228,21 +230,21 @@ def all_reduce_numbers(
 
 
 def from_rank_0(value: T, group: dist.ProcessGroup | None = None) -> T:
-    """Return rank 0's value, pickled, on every other rank (collective)."""
+    """Return rank 0's value on every rank (collective; pickled)."""
     box = [value]
     dist.broadcast_object_list(box, src=0, group=group)
     return value if dist.get_rank() == 0 else box[0]
 
 
 def of_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the values of all ranks, pickled, in their order (collective)."""
+    """Return the values of all ranks in rank order (collective; pickled)."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def agreed(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Run one phase on this rank and return its result; raise on every rank if it failed on any (collective)."""
+    """Run `action` on this rank and return its result; raise on every rank if it failed on any (collective)."""
     try:
         outcome = action()
     except Exception as error:
@@ -253,7 +255,7 @@ def agreed(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T
 
 
 def on_rank_0(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T | None:
-    """Run one phase on rank 0 alone and return its result there; raise on every rank if it failed (collective)."""
+    """Run `action` on rank 0 and return its result there; raise on every rank if it failed (collective)."""
     return agreed(lambda: action() if dist.get_rank() == 0 else None, group)
 
 
@@ -262,8 +264,8 @@ def raise_on_every_rank(error: Exception | None, group: dist.ProcessGroup | None
     with heartbeat.waiting("the outcome on all ranks", on="ranks"):
         texts = of_all_ranks(None if error is None else f"{type(error).__name__}: {error}", group)
     heartbeat.tick()
-    foreign = (RuntimeError(f"rank {rank} failed: {text}") for rank, text in enumerate(texts) if text is not None)
-    failure = error or next(foreign, None)
+    errors = (RuntimeError(f"rank {rank} failed: {text}") for rank, text in enumerate(texts) if text is not None)
+    failure = error or next(errors, None)
     if failure is not None:
         raise mark_agreed(failure)
 

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, errors that name file and disk, locks that name their holder."""
+"""Atomic writes, errors that name the file and the disk, and locks that name their holder."""
 
 import contextlib
 import errno
@@ -17,20 +17,20 @@ _SHOWN_CHARS = 300
 
 
 class FileError(ValueError):
-    """A file is not what it must be; the message names it."""
+    """A file that can't be read as its format; the message names it."""
 
 
 class FileEntry(TypedDict):
-    """What a manifest says about a file."""
+    """The entry of a file in a manifest."""
 
     bytes: int
     sha256: str
 
 
 def write_atomically(path: Path, data: str | bytes, *, mode: int = 0o666, is_durable: bool = False) -> None:
-    """Write a file that readers see whole or not at all, also after a power failure if it `is_durable`.
+    """Write a file that readers see whole or not at all, with `is_durable` also after a power failure.
 
-    `mode` is cut by the umask.
+    The umask applies to `mode`.
     """
     unfinished = path.with_name(f".{path.name}.unfinished")
     with writing(path):
@@ -44,13 +44,13 @@ def write_atomically(path: Path, data: str | bytes, *, mode: int = 0o666, is_dur
 
 
 def fresh_folder(path: Path) -> None:
-    """Make an empty folder, in place of what an interrupted write left there."""
+    """Make an empty folder; what an interrupted write left there is removed."""
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
 
 
 def publish_folder(unfinished: Path, path: Path) -> None:
-    """Give a finished folder its final name, in place of one that has it."""
+    """Move a finished folder to its final path, replacing an existing one."""
     old = path.with_name(f".{path.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():
@@ -60,7 +60,7 @@ def publish_folder(unfinished: Path, path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Return when a file, or the names in a folder, are on the disk."""
+    """Sync a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -83,26 +83,25 @@ def file_entries(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
 
 
 def aside(path: Path, why: str) -> Path:
-    """Return a free name beside a path, to move away to what is there."""
+    """Return an unused path beside `path`, to which its present content can be moved."""
     path = path.resolve()
     return path.with_name(f"{path.name}.{why}-{datetime.now():%Y%m%d-%H%M%S-%f}")
 
 
 def empty_folder(folder: Path, *, keep: Iterable[str]) -> None:
-    """Move what a folder holds, except the names (or patterns) `keep`, to another beside it, and say so."""
-    found = [path for path in folder.iterdir() if not any(path.match(name) for name in keep)]
-    if found:
+    """Move the contents of a folder, except the names or patterns `keep`, to a new folder beside it; print where."""
+    paths = [path for path in folder.iterdir() if not any(path.match(name) for name in keep)]
+    if paths:
         moved = aside(folder, "replaced")
         with writing(moved):
             moved.mkdir()
-            for path in sorted(found, reverse=True):
+            for path in sorted(paths, reverse=True):
                 path.rename(moved / path.name)
         print(f"the run that was in {folder} is now in {moved}", flush=True)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file of JSON lines; without a file there are none, and a last line that a crash cut off is
-    no row."""
+    """Return the rows of a file of JSON lines; none without a file. A last line that a crash cut off is skipped."""
     if not path.exists():
         return []
     with reading(path), path.open(encoding="utf-8") as lines:
@@ -110,14 +109,14 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def keep_rows(path: Path, key: str, *, before: int, then: Iterable[Mapping[str, Any]] = ()) -> None:
-    """Rewrite a file of JSON lines with the rows whose number `key` is below `before`, and more behind them."""
+    """Rewrite a file of JSON lines: keep rows whose number `key` is below `before`, then append `then`."""
     with reading(path):
         kept = [row for row in read_jsonl(path) if row[key] < before]
     write_atomically(path, "".join(json.dumps(row) + "\n" for row in [*kept, *then]))
 
 
 def require_object(value: Any) -> dict[str, Any]:
-    """Return what was parsed if it has keys."""
+    """Return parsed JSON if it is an object, else raise TypeError."""
     if not isinstance(value, dict):
         raise TypeError(f"a {type(value).__name__} in place of an object")
     return value
@@ -125,9 +124,9 @@ def require_object(value: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def reading(path: Path, *others: type[Exception]) -> Iterator[None]:
-    """Re-raise what a block that parses a file meets (or one of `others`) as a FileError that names it.
+    """Re-raise the errors of a block that parses a file (also `others`) as a FileError that names the file.
 
-    What would block for ever, or never end, is refused before.
+    A path that is not a regular file is refused first: reading it could block forever.
     """
     if path.exists() and not path.is_file():
         raise FileError(f"{path} must be a file: got something else. Remove it, or restore the file.")
@@ -144,7 +143,7 @@ def reading(path: Path, *others: type[Exception]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(path: str | Path, *others: type[Exception]) -> Iterator[None]:
-    """Re-raise an OSError (or one of `others`) of the block with the path, the free space and advice."""
+    """Re-raise an OSError (also `others`) of the block with the path, the free space and advice."""
     errors: tuple[type[Exception], ...] = (OSError, *others)
     try:
         yield
@@ -153,7 +152,7 @@ def writing(path: str | Path, *others: type[Exception]) -> Iterator[None]:
 
 
 def explain(error: BaseException, path: str | Path) -> str:
-    """Say what must be writable, what came, the free space there, and what to do."""
+    """Return the message for an error of writing `path`, with the free space there."""
     return (
         f"{path} must be writable: got {type(error).__name__}: {error}, with {free_space(path)}. "
         "Make room there, or set cluster.fileroot to another disk."
@@ -161,7 +160,7 @@ def explain(error: BaseException, path: str | Path) -> str:
 
 
 def free_space(path: str | Path) -> str:
-    """Say how much of the disk under a path, which need not exist, is free."""
+    """Describe the free space of the disk under a path, which need not exist."""
     folder = Path(path).absolute()
     while not folder.is_dir():
         folder = folder.parent
@@ -176,9 +175,9 @@ def _size(num_bytes: int) -> str:
 
 @contextlib.contextmanager
 def file_lock(path: Path, *, timeout_s: float) -> Iterator[None]:
-    """Hold the lock of a folder, which the kernel frees when its holder ends.
+    """Hold the lock of a folder, which the kernel frees when the holder ends.
 
-    TimeoutError names the holder if it is not free within `timeout_s` seconds, OSError why there can be no lock.
+    Raises TimeoutError with the holder after `timeout_s` seconds, OSError on a file system without locks.
     """
     from filelock import FileLock, Timeout  # an interpreter of servers may lack it
 
@@ -209,10 +208,10 @@ def file_lock(path: Path, *, timeout_s: float) -> Iterator[None]:
 
 
 def is_locked(path: Path) -> bool:
-    """Tell whether anybody holds a lock of `file_lock`, as far as the file system lets this node know."""
+    """Return True if a lock of `file_lock` is held, as far as this node can see."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # freed at once; who wants it meanwhile tries again
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # freed at once; `file_lock` retries
         except BlockingIOError:
             return True
     return False

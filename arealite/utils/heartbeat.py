@@ -1,4 +1,4 @@
-"""The heartbeat of a process: a counter of its progress and what its threads wait for, published twice a second.
+"""The heartbeat of a process: a progress counter and the waits of its threads, published twice a second.
 
 A launcher names the folder in AREALITE_PROGRESS_DIR; without it nothing is published. SIGUSR2 appends the stacks of all
 threads to a file there: faulthandler writes it without the GIL and without ptrace, so also from a thread stuck in C
@@ -37,7 +37,7 @@ _reports: dict[str, Callable[[], Any]] = {}
 
 
 def tick() -> None:
-    """Count a piece of progress, from any thread. A count lost to a race of two threads does not matter."""
+    """Count progress, from any thread; a count lost to a race does not matter."""
     global _count
     _count += 1
     if not _is_started:
@@ -46,9 +46,9 @@ def tick() -> None:
 
 @contextmanager
 def waiting(what: str, on: WaitsOn | None = None, *, pid: int | None = None) -> Iterator[None]:
-    """Publish what this thread waits for, and trace the wait; usable as a decorator. The innermost wait counts.
+    """Publish and trace a wait of this thread; usable as a decorator. The innermost wait counts.
 
-    `pid` is the process it waits for, if any. A wait is no progress by itself.
+    `pid` is the process it waits for, if any. A wait does not count as progress.
     """
     if not _is_started:
         start()
@@ -63,12 +63,12 @@ def waiting(what: str, on: WaitsOn | None = None, *, pid: int | None = None) -> 
 
 
 def report(name: str, make: Callable[[], Any]) -> None:
-    """Publish the result of `make` as JSON, e.g. queue depths; it is called by a thread while there is no progress."""
+    """Publish the result of `make` as JSON, e.g. queue depths; a thread calls it while there is no progress."""
     _reports[name] = make
 
 
 def start(name: str | None = None) -> None:
-    """Start publishing if a launcher asked for it; the first tick or wait also does this."""
+    """Start publishing if a launcher asked for it; the first tick or wait also starts it."""
     global _is_started
     with _lock:
         if _is_started:

@@ -23,7 +23,7 @@ _WEIGHTS_AND_TOKENIZER = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.tx
 
 
 def local_folder(path: str) -> str:
-    """Return the folder of a model: the path itself, or where a hub id's files lie after they were downloaded."""
+    """Return the folder of a model: the path itself, or the download of a hub id."""
     if Path(path).is_dir():
         return path
     return snapshot_download(path, allow_patterns=_WEIGHTS_AND_TOKENIZER)
@@ -31,7 +31,7 @@ def local_folder(path: str) -> str:
 
 @contextlib.contextmanager
 def sdpa_required() -> Iterator[None]:
-    """Say in one sentence that a model lacks the attention that we ask for, instead of whom to ask to add it."""
+    """Re-raise transformers' error about a model without SDPA attention as one sentence with advice."""
     try:
         yield
     except ValueError as error:
@@ -44,7 +44,7 @@ def sdpa_required() -> Iterator[None]:
 
 
 def auto_class(config: Any) -> Any:
-    """Return what makes a language model of a config, one that sees images among them."""
+    """Return the auto class for a language model's config, which may be a vision-language model."""
     return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
 
 
@@ -55,7 +55,7 @@ def load_causal_lm(path: str, **options: Any) -> Any:
 
 
 def load_model(kind: Any, path: str, **options: Any) -> Any:
-    """Load a model of an auto class from safetensors files; other files of weights are pickles, which may run code."""
+    """Load a model of an auto class from safetensors files only: other weight files are pickles, which may run code."""
     try:
         with sdpa_required():
             return kind.from_pretrained(path, use_safetensors=True, trust_remote_code=False, **options)
@@ -68,14 +68,14 @@ def load_model(kind: Any, path: str, **options: Any) -> Any:
 
 
 def as_in_checkpoint(model: PreTrainedModel, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return parameters by their names in a Hugging Face checkpoint; those that transformers fuses when it loads them,
-    such as the experts of a layer, come in parts."""
+    """Return parameters by their names in a Hugging Face checkpoint; those that transformers fuses on load, such as
+    the experts of a layer, are split again."""
     parts = (revert_weight_conversion(model, {name: parameter}) for name, parameter in parameters.items())
     return {name: tensor for part in parts for name, tensor in part.items()}
 
 
 def load_hf_tokenizer(path: str | Path) -> Any:
-    """Load a fast tokenizer; one without a pad token pads with its eos token."""
+    """Load a fast tokenizer; without a pad token, it pads with the eos token."""
     if not str(path):
         raise ValueError("tokenizer path must be a folder or a hub id: got ''. Set tokenizer_path or actor.path.")
     tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
@@ -87,7 +87,7 @@ def load_hf_tokenizer(path: str | Path) -> Any:
 
 
 def load_image_processor(path: str | Path) -> Any:
-    """Load what makes patches of images, computed by PIL and numpy: on every machine the same."""
+    """Load the image processor that uses PIL and numpy, so that patches are the same on every machine."""
     try:
         return image_processor_of(AutoImageProcessor.from_pretrained(str(path), backend="pil", trust_remote_code=False))
     except ImportError as error:
@@ -116,7 +116,7 @@ def require_fixed_rope(config: Any) -> None:
 
 
 def vocab_size(path: str | Path) -> int | None:
-    """Return how many token ids a model has, which may be more than its tokenizer knows; None for a tokenizer alone."""
+    """Return the number of token ids of a model, which may exceed its tokenizer's; None without a model."""
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         return None
     config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)

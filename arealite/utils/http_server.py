@@ -1,7 +1,7 @@
-"""Serves an application to whoever can connect, without letting strangers use up the files of the process.
+"""An HTTP server whose file descriptors can't be exhausted by clients without the secret.
 
-A connection is *unused* until a request that shows the secret has begun on it. Invariants: an unused connection ends
-after `HEADER_S`; at most half of the files are unused connections, of which the oldest makes room for the next.
+A connection is *unused* until a request with the secret has begun on it. Invariants: an unused connection is closed
+after `HEADER_S`; unused connections take at most half of the file descriptors, then the oldest is closed.
 """
 
 import asyncio
@@ -19,12 +19,12 @@ from arealite.utils.secret import is_authorized
 logger = logging.getLogger("arealite.http")
 
 HEADER_S = 10.0
-_TELL_S = 60.0
+_WARN_S = 60.0  # between two warnings
 _NOT_OURS = HttpProcessingError, web.RequestPayloadError
 
 
 def _is_defect(record: logging.LogRecord) -> bool:
-    """Drop what aiohttp logs of requests that are no HTTP: a traceback each, with the header that holds the secret."""
+    """Drop aiohttp's records of malformed requests: each has a traceback, with the header that holds the secret."""
     return record.exc_info is None or not isinstance(record.exc_info[1], _NOT_OURS)
 
 
@@ -38,12 +38,12 @@ class HttpServer:
         app.middlewares.insert(0, self._note_use)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         self._secret = secret
-        self._unused: dict[web.RequestHandler, asyncio.TimerHandle] = {}  # by age, each with what ends it
-        self._told_at = -_TELL_S
+        self._unused: dict[web.RequestHandler, asyncio.TimerHandle] = {}  # oldest first, with the timer that closes it
+        self._warned_at = -_WARN_S
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str, port: int = 0) -> int:
-        """Listen, and return the port. Raises OSError."""
+        """Listen and return the port. Raises OSError."""
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._report)
         await self._runner.setup()
@@ -51,7 +51,7 @@ class HttpServer:
         return self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
-        """Stop listening, if it has started, give requests in progress a moment, and hang up."""
+        """Stop listening, wait up to a second for requests in progress, and close all connections."""
         if self._server is not None:
             self._server.close()
         await self._runner.cleanup()
@@ -76,11 +76,11 @@ class HttpServer:
         return await handler(request)
 
     def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Report a lack of files in one line now and then: asyncio would print a hundred tracebacks per second."""
+        """Log a lack of file descriptors once a minute: asyncio would log a hundred tracebacks per second."""
         if getattr(context.get("exception"), "errno", None) not in (errno.EMFILE, errno.ENFILE):
             loop.default_exception_handler(context)
-        elif loop.time() - self._told_at >= _TELL_S:
-            self._told_at = loop.time()
+        elif loop.time() - self._warned_at >= _WARN_S:
+            self._warned_at = loop.time()
             logger.warning(
                 "connections must wait for a free file descriptor: got %d, all in use. Raise `ulimit -n`.",
                 resource.getrlimit(resource.RLIMIT_NOFILE)[0],

@@ -22,13 +22,13 @@ KEYS = ("pixel_values", "image_grid_thw")  # of a batch, `[B, P, D]` and `[B, I,
 
 
 def sees_images(config: Any) -> bool:
-    """Tell whether the model of a Hugging Face config is one of those that we can show images."""
+    """Return True if the model of a Hugging Face config is of a supported vision type."""
     return getattr(config, "model_type", None) in MODEL_TYPES
 
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """The images of one prompt, as a model gets them."""
+    """The images of one prompt as inputs of the model."""
 
     pixel_values: torch.Tensor
     grid_thw: torch.Tensor
@@ -41,20 +41,20 @@ class Images:
 
     @functools.cached_property
     def position_shift(self) -> int:
-        """What the rotary position of a token after the images is more than its index; it is below 0."""
+        """The rotary position of a token after the images minus its index; negative."""
         sides = (self.grid_thw[:, 1:].amax(-1) // self.merge).sum()
         return int(sides) - sum(self.num_tokens)
 
 
 def process_images(processor: Any, images: Iterable[Any]) -> Images:
-    """Turn decoded images into patches; takes a Hugging Face processor, or its image processor."""
+    """Turn decoded images into patches; `processor` is a Hugging Face processor or image processor."""
     image_processor = image_processor_of(processor)
-    made = image_processor(images=list(images), return_tensors="pt")
-    return Images(made["pixel_values"].float(), made["image_grid_thw"].long(), image_processor.merge_size)
+    inputs = image_processor(images=list(images), return_tensors="pt")
+    return Images(inputs["pixel_values"].float(), inputs["image_grid_thw"].long(), image_processor.merge_size)
 
 
 def image_processor_of(processor: Any) -> Any:
-    """Return the image processor of a Hugging Face processor, or what is one."""
+    """Return the image processor of a Hugging Face processor, or an image processor itself."""
     image_processor = getattr(processor, "image_processor", processor)
     if not hasattr(image_processor, "merge_size") or not hasattr(image_processor, "get_number_of_image_patches"):
         raise ValueError(
@@ -65,14 +65,14 @@ def image_processor_of(processor: Any) -> Any:
 
 
 def count_image_tokens(processor: Any, image: Any) -> int:
-    """Return the placeholders of a decoded image without making its patches."""
+    """Return the number of image tokens of a decoded image without making its patches."""
     image_processor = image_processor_of(processor)
     patches: int = image_processor.get_number_of_image_patches(image.height, image.width)
     return patches // image_processor.merge_size**2
 
 
 def placeholder_mask(ids_L: torch.Tensor, num_tokens: int, token_id: int) -> torch.Tensor:
-    """Return the bool mask `[L]` of the placeholders of images that become `num_tokens` tokens."""
+    """Return the bool mask `[L]` of the `num_tokens` image tokens of a sequence."""
     of_id = ids_L == token_id
     is_image = of_id & (of_id.cumsum(0) <= num_tokens)
     if int(is_image.sum()) != num_tokens:
@@ -86,7 +86,7 @@ def placeholder_mask(ids_L: torch.Tensor, num_tokens: int, token_id: int) -> tor
 def rope_positions(is_image_L: torch.Tensor, grid_thw: torch.Tensor, merge: int) -> torch.Tensor:
     """Return the rotary positions (time, height, width) `[3, L]` of a sequence with placeholders.
 
-    Those of an image are its first position plus the place in its grid; text continues after its longest side.
+    An image token has its image's first position plus its place in the grid; text continues after the longest side.
     """
     starts = is_image_L.nonzero().flatten()
     positions = torch.empty(3, len(is_image_L), dtype=torch.long)
@@ -105,7 +105,7 @@ def rope_positions(is_image_L: torch.Tensor, grid_thw: torch.Tensor, merge: int)
 
 
 def decode_image(image: Any) -> Any:
-    """Return a PIL image of a PIL image, encoded bytes, a file, or a `{"bytes", "path"}` of Hugging Face datasets."""
+    """Return a PIL image from a PIL image, encoded bytes, a file, or a `{"bytes", "path"}` of Hugging Face datasets."""
     from PIL import Image  # optional
 
     if isinstance(image, dict):
@@ -122,7 +122,7 @@ def decode_image(image: Any) -> Any:
 
 
 def as_base64(image: Any) -> str:
-    """Return an image as servers take it: encoded as it is, or as PNG."""
+    """Return an image in base64: encoded bytes as they are, any other image as PNG."""
     encoded = image.get("bytes") if isinstance(image, dict) else image
     if not isinstance(encoded, bytes):
         file = io.BytesIO()
@@ -132,11 +132,11 @@ def as_base64(image: Any) -> str:
 
 
 def from_base64(text: str) -> Any:
-    """Return the PIL image of base64, or of a data URL; it comes from a client, so nothing is fetched or opened."""
+    """Return the PIL image of base64 or a data URL. It comes from a client, so no URL or file is opened."""
     head, comma, tail = text.partition(",")
     try:
         image = decode_image(base64.b64decode(tail if comma and head.startswith("data:") else text, validate=True))
         image.load()
-    except Exception as error:  # of a damaged file PIL's readers raise whatever it makes them, such as SyntaxError
+    except Exception as error:  # PIL raises many types for damaged files, such as SyntaxError
         raise ValueError(f"image_data must be base64 of an image file: got {error}. Encode the file.") from error
     return image

@@ -15,7 +15,7 @@ _ADDRESS = re.compile(r"([\w.-]+|\[[0-9a-fA-F:.]+\]):([1-9][0-9]{0,4})", re.ASCI
 
 
 def check_address(address: str) -> str:
-    """Return what is `host:port`, where an IPv6 address stands in brackets. Raises ValueError."""
+    """Return the address if it is `host:port`, with brackets around IPv6. Raises ValueError."""
     match = _ADDRESS.fullmatch(address)
     if match is None or int(match[2]) > 65535:
         raise ValueError(f"an address must be host:port: got {address!r}. Write e.g. 10.0.0.1:8000 or [fe80::1]:8000.")
@@ -23,10 +23,7 @@ def check_address(address: str) -> str:
 
 
 def addresses_in(text: str | Iterable[str]) -> list[str]:
-    """Return `host:port` items from a list or a comma separated string; a scheme and a final slash are dropped.
-
-    Raises ValueError.
-    """
+    """Return `host:port` items of a list or comma-separated string, without scheme and final slash; or ValueError."""
     items = text.split(",") if isinstance(text, str) else text
     return [check_address(item.strip().removeprefix("http://").rstrip("/")) for item in items if item.strip()]
 
@@ -44,19 +41,19 @@ def port_of(holder: socket.socket) -> int:
 
 
 def host_ip(toward: str = "192.0.2.1") -> str:
-    """Return the address by which `toward`, or other nodes, reach this one; loopback without a network."""
+    """Return this node's address as seen from `toward` (default: any other node); loopback without a network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((toward, 9))  # UDP connect only picks a route, nothing is sent; the default is no one's
+            probe.connect((toward, 9))  # UDP connect only picks a route; the default address is reserved
         except OSError:
             return LOOPBACK
         return probe.getsockname()[0]
 
 
 def address_toward(peer: str) -> str:
-    """Return the address by which `peer` reaches this node, also if the name of `peer` resolves to loopback."""
+    """Return this node's address as seen from `peer`, also if the name of `peer` resolves to loopback."""
     own = {address for addresses in _addresses().values() for address in addresses}
-    return next((one for one in (host_ip(peer), host_ip(), *sorted(own)) if not one.startswith("127.")), LOOPBACK)
+    return next((ip for ip in (host_ip(peer), host_ip(), *sorted(own)) if not ip.startswith("127.")), LOOPBACK)
 
 
 def interface_of(address: str) -> str | None:
@@ -65,5 +62,5 @@ def interface_of(address: str) -> str | None:
 
 
 def _addresses() -> dict[str, list[str]]:
-    found = psutil.net_if_addrs().items()
-    return {name: [one.address for one in own if one.family == socket.AF_INET] for name, own in found}
+    interfaces = psutil.net_if_addrs().items()
+    return {name: [a.address for a in addresses if a.family == socket.AF_INET] for name, addresses in interfaces}

@@ -1,7 +1,7 @@
-"""The secret of a run, which opens its servers and its registry.
+"""The secret of a run: a bearer token for its servers and its registry.
 
-It is kept in the run folder, readable by its owner alone, and reaches processes by their environment. It travels as a
-bearer token in plain HTTP: it keeps out those who can connect, not those who can listen.
+It is stored in the run folder, readable by its owner only, and passed to processes by environment. HTTP is not
+encrypted: the secret protects from clients that can connect, not from listeners on the network.
 """
 
 import hmac
@@ -19,9 +19,9 @@ _MIN_LENGTH, _MAX_LENGTH = 16, 1024
 
 
 def ensure_secret(run_folder: Path) -> str:
-    """Return the secret of a run, and make one if it has none; one in the environment wins and is kept for joiners.
+    """Return the secret of a run, created if missing; a secret in the environment wins and is stored for joiners.
 
-    Raises ValueError if others may know it, as whoever may write to the folder may have planted it.
+    Raises ValueError if other users may know it, or may have planted it.
     """
     path = run_folder / SECRET_FILE
     given = secret_of_environment()
@@ -44,14 +44,14 @@ def ensure_secret(run_folder: Path) -> str:
 
 
 def check_length(what: str | Path, secret: str, advice: str) -> None:
-    """Refuse what can be guessed, and what no HTTP header can hold. Raises ValueError."""
+    """Raise ValueError for a secret that can be guessed, or that an HTTP header can't hold."""
     if not _MIN_LENGTH <= len(secret) <= _MAX_LENGTH or not (secret.isascii() and secret.isprintable()):
         bounds = f"{_MIN_LENGTH} to {_MAX_LENGTH} characters"
         raise ValueError(f"{what} must be {bounds}, of printable ASCII: got {len(secret)}. {advice}")
 
 
 def secret_of_environment() -> str | None:
-    """Return the secret that is set, without the line end that files of secrets have: no header can hold it."""
+    """Return the secret from the environment, stripped: a header can't hold the newline of a secret file."""
     return os.environ.get(SECRET_VARIABLE, "").strip() or None
 
 
@@ -61,22 +61,22 @@ def environment_without_secret() -> dict[str, str]:
 
 
 def authorization(secret: str | None) -> dict[str, str]:
-    """Return the header that shows the secret, or none."""
+    """Return the Authorization header, or no header without a secret."""
     return {"Authorization": f"{_SCHEME}{secret}"} if secret else {}
 
 
 def without_secret(body: bytes, header: str | None) -> bytes:
-    """Return what came in reply to an Authorization header without its secret: error pages echo requests."""
+    """Remove the secret of an Authorization header from a reply: error pages echo requests."""
     return body.replace(header.removeprefix(_SCHEME).encode(), b"***") if header else body
 
 
 def is_authorized(header: str | None, secret: str) -> bool:
-    """Tell whether a request's Authorization header shows the secret, in constant time."""
+    """Return True if an Authorization header has the secret, in constant time."""
     return hmac.compare_digest((header or "").encode(errors="replace"), f"{_SCHEME}{secret}".encode())
 
 
 def refusal(method: str, path: str) -> str:
-    """Say why a request without the secret is refused."""
+    """Return the error message for a request without the secret."""
     return (
         f"{method} {path} must show the secret of the run: got none or another one. Send `Authorization: Bearer "
         f"<secret>`; our programs do if {SECRET_VARIABLE} is set to what is in the run folder's {SECRET_FILE}."
@@ -84,7 +84,7 @@ def refusal(method: str, path: str) -> str:
 
 
 def check_exposed(host: str, secret: str | None) -> None:
-    """Refuse to listen where other nodes can connect without a secret. Raises ValueError."""
+    """Raise ValueError for a server without a secret to which other nodes can connect."""
     if not secret and not is_loopback(host):
         raise ValueError(
             f"a server at an address that others reach must have a secret: got --host {host} and none. "
@@ -93,7 +93,7 @@ def check_exposed(host: str, secret: str | None) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether only this node can connect to an address; of names, `localhost` alone is known to be."""
+    """Return True if only this node can connect to an address; the only such name is `localhost`."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

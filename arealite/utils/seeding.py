@@ -1,5 +1,4 @@
-"""The random number generators of a process: one seed for all of them, and their states as plain data; and a hash for
-numbers that must not depend on how many were drawn before."""
+"""The random generators of a process: one seed, states as plain data; and a hash for order-independent numbers."""
 
 import random
 from collections.abc import Mapping
@@ -26,7 +25,7 @@ def splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the states of all generators (of CUDA: the current device's) as JSON-able values."""
+    """Return the states of all generators (CUDA: the current device) as JSON values."""
     version, words, gauss = random.getstate()
     numpy_state: dict[str, Any] = dict(np.random.get_state(legacy=False))
     numpy_words = numpy_state["state"] | {"key": numpy_state["state"]["key"].tolist()}

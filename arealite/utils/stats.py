@@ -1,7 +1,7 @@
-"""Metrics of one step: added on any rank, reduced over values and ranks alike at its end, equal on every rank.
+"""Metrics of one step: added on any rank and reduced over values and ranks at its end; the same on every rank.
 
-A mean counts every added value once. Timers are rank 0's own: a mean over ranks, which wait for each other, would hide
-what the run waited for.
+A mean counts every added value once. Timers are those of rank 0: a mean over ranks, which wait for each other, would
+hide the cause of a wait.
 """
 
 import time
@@ -20,7 +20,7 @@ Reduction = Literal["mean", "sum", "min", "max"]
 
 
 def reduction_of(key: str) -> Reduction:
-    """Return the default reduction of a metric: max or min if its name ends so, else mean."""
+    """Return the default reduction of a metric: max or min by the end of its name, else mean."""
     last = key.rsplit("/", 1)[-1].rsplit("_", 1)[-1]
     return "max" if last == "max" else "min" if last == "min" else "mean"
 
@@ -70,7 +70,7 @@ class StatsTracker:
     def collect(self, step: int = 0) -> dict[str, float]:
         """Return the metrics of step `step` reduced over ranks, and its times; start the next one (collective).
 
-        `time/step_s` reaches from the end of the step before, or from the first use, to now.
+        `time/step_s` is the time since the end of the last step, or since the first use.
         """
         now = time.perf_counter()
         trace.record(f"step {step}", self._step_began or now, now)

@@ -1,6 +1,6 @@
-"""An order to end the run in order: SIGTERM or SIGINT while `obeying`. Outside of it both end the process as ever.
+"""Graceful stop: inside `obeying`, SIGTERM or SIGINT asks the run to stop; elsewhere they end the process.
 
-All ranks must stop at one point: where they agree on it, or where rank 0 shares what it could not collect any more.
+All ranks must stop at the same point: where they agree to, or where rank 0 shares a batch that it could not collect.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ _wakes: list[Callable[[], object]] = []
 
 
 class RunStopped(SystemExit):
-    """The run ends because it was asked to. Every rank raises it, and a script lets it pass."""
+    """The run was asked to stop. Every rank raises it; a script must not catch it."""
 
 
 class Interrupted(Exception):
@@ -28,9 +28,9 @@ class Interrupted(Exception):
 
 @contextmanager
 def obeying() -> Iterator[None]:
-    """Take the first signal for an order to stop; a second one does what it always did."""
+    """Treat the first signal as a request to stop; a second signal has its usual effect."""
     global _asked_by
-    if threading.current_thread() is not threading.main_thread():  # which alone may set what signals do
+    if threading.current_thread() is not threading.main_thread():  # only it may set signal handlers
         yield
         return
     usual = {number: signal.getsignal(number) for number in _SIGNALS}
@@ -60,7 +60,7 @@ def is_asked() -> bool:
 
 
 def stopped() -> RunStopped:
-    """Return what to raise, with the exit status of a process that the signal ended."""
+    """Return the exception to raise, with the exit status of a process that the signal ended."""
     return RunStopped(128 + (_asked_by or signal.SIGTERM))
 
 
@@ -75,9 +75,9 @@ async def unless_asked(function: Callable[..., Coroutine[Any, Any, T]], *args: A
     if is_asked():
         _wakes.remove(wake)
         raise Interrupted
-    task, order = loop.create_task(function(*args)), loop.create_task(asked.wait())
+    task, request = loop.create_task(function(*args)), loop.create_task(asked.wait())
     try:
-        await asyncio.wait({task, order}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, request}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         task.cancel()
@@ -86,4 +86,4 @@ async def unless_asked(function: Callable[..., Coroutine[Any, Any, T]], *args: A
     finally:
         _wakes.remove(wake)
         task.cancel()
-        order.cancel()
+        request.cancel()

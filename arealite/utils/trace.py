@@ -1,10 +1,10 @@
 """The trace of a run for Perfetto: spans of all its processes on one clock, as Chrome's JSON.
 
-A launcher names the folder in AREALITE_TRACE_DIR; without it nothing is written. Each process appends whole lines to a
-file of its own there, so a killed process loses at most the last line; `join` joins the files. Times are those of the
-monotonic clock, which the processes of a node share, moved to the wall clock, by which nodes differ.
+A launcher sets the folder in AREALITE_TRACE_DIR; without it nothing is written. Each process appends whole lines to its
+own file there, so a killed process loses at most the last line; `join` joins the files. Times are of the monotonic
+clock, which the processes of a node share, shifted to the wall clock of the node.
 
-Spans of a thread nest. Spans of an event loop do not: they are asynchronous and name the span around them as `in`.
+Spans of a thread nest. Spans of an event loop do not: they are asynchronous, with the enclosing span as `in`.
 """
 
 import asyncio
@@ -98,7 +98,7 @@ def start(name: str) -> None:
 
 
 def span(name: str, **args: Any) -> contextlib.AbstractContextManager[None]:
-    """Trace the block, with values that JSON can hold."""
+    """Trace the block; `args` are JSON values."""
     return _OFF if _writer is None else _traced(_writer, name, args)
 
 
@@ -127,7 +127,7 @@ def record(name: str, began_s: float, ended_s: float, **args: Any) -> None:
 
 
 def join(path: Path) -> None:
-    """Join what all processes have written so far at `path`, a `.json.gz`."""
+    """Join the files of all processes into `path`, a `.json.gz`."""
     if _writer is None:
         return
     unfinished = path.with_name(f".{path.name}.unfinished")

@@ -1,12 +1,12 @@
-"""A process that answers calls of one function, one at a time, and can be killed at any moment.
+"""A process that runs calls of one function, one at a time, and can be killed at any moment.
 
-Rewards, isolated environments and agents run in such processes: a call may hang in C code, crash or take all memory,
-and ends no more than its own process. A process starts afresh (never forked from one that has threads or torch) and
-imports the function's module only, or the entry script if the function is defined there; functions that were typed into
-a notebook are sent by value. Calls and replies are pickled: this protects from mistakes, not from hostile code.
+Rewards, isolated environments and agents run in such processes: a call that hangs in C code, crashes or takes all
+memory ends only its own process. A process is started fresh (never forked from one with threads or torch) and imports
+only the function's module, or the entry script if the function is defined there; functions defined in a notebook are
+sent by value. Calls and replies are pickled: this protects from mistakes, not from hostile code.
 
-Invariants: a process ends when the process that started it ends, for whatever reason; `kill` ends it together with what
-it has started; every exchange has a deadline.
+Invariants: a process ends when its parent ends, for any reason; `kill` also ends the processes that it has started;
+every exchange has a deadline.
 """
 
 import asyncio
@@ -78,7 +78,7 @@ class CallError(Exception):
 
 
 class WorkerCrashError(Exception):
-    """The process ended in the middle of a call, or must be killed because it takes too much memory."""
+    """The process ended during a call, or must be killed because it takes too much memory."""
 
 
 def pickle_target(
@@ -86,16 +86,16 @@ def pickle_target(
 ) -> bytes:
     """Pickle a function, or `wrapper(function)`, by reference, with the settings that a worker needs to import it.
 
-    In a notebook or at a prompt, `__main__` is no file that could be imported: functions of it go by value, with the
-    data and functions that they use. Raises ValueError, about `what`, if the function can't be pickled.
+    In a notebook or at a prompt, `__main__` can't be imported: its functions are pickled by value, with the data and
+    functions that they use. Raises ValueError about `what` if the function can't be pickled.
     """
     data = multiprocessing.spawn.get_preparation_data("worker")
-    is_typed = not data.keys() & set(_MAIN) and _is_of_main(function)
+    is_interactive = not data.keys() & set(_MAIN) and _is_of_main(function)
     try:
         target = function if wrapper is None else wrapper(function)
-        pickled = dill.dumps(target, recurse=True) if is_typed else pickle.dumps(target)
+        pickled = dill.dumps(target, recurse=True) if is_interactive else pickle.dumps(target)
     except Exception as error:
-        advice = "Let it use data and functions only" if is_typed else "Define it at module level"
+        advice = "Let it use data and functions only" if is_interactive else "Define it at module level"
         raise ValueError(
             f"{what} must be importable, because it runs in another process: got {name} ({error}). "
             f"{advice}, or make it an `async def`."
@@ -130,7 +130,7 @@ class WorkerProcess:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=environment_without_secret(),
-                process_group=0,  # by which `kill` finds children whose worker has ended
+                process_group=0,  # so that `kill` finds children whose worker has ended
             )
             self.process = _STARTER.submit(start).result(STARTUP_TIMEOUT_S)
         self.is_ready = False
@@ -146,7 +146,7 @@ class WorkerProcess:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the process lives, and its last call has returned or raised."""
+        """True if the process lives and its last call has returned or raised."""
         return self._is_idle and self.process.poll() is None
 
     @property
@@ -192,11 +192,11 @@ class WorkerProcess:
             raise
 
     async def akill(self) -> None:
-        """Kill the process from an event loop, and wait for its end even if the caller is cancelled meanwhile."""
+        """Kill the process from an event loop and wait for its end, also if the caller is cancelled."""
         await asyncio.shield(in_thread(self.kill))
 
     def kill(self) -> None:
-        """End the process at once, with everything that it has started."""
+        """Kill the process and all processes that it has started."""
         self._is_idle = False
         kill_group(self.process.pid, self.process.poll() is None)
         self.process.wait(_END_S)
@@ -216,7 +216,7 @@ class WorkerProcess:
         self.is_ready = True
 
     def _receive(self, deadline: float) -> Any:
-        """Wait for a reply, which a process that a child of it keeps company after its end does not send."""
+        """Wait for a reply. A process may end without closing its socket, if a child has inherited it."""
         left_s = deadline - time.monotonic()
         while not self._replies.poll(1000 * min(_CHECK_S, max(0.0, left_s))):
             if self.process.poll() is not None:
@@ -249,7 +249,7 @@ class WorkerPool:
         self._is_closed = False
 
     def take(self) -> WorkerProcess:
-        """Return the process that was used last and still lives, else a new one."""
+        """Return the living process that was used last, else a new one."""
         with self._lock:
             self.check_open()
             while self._idle:
@@ -268,7 +268,7 @@ class WorkerPool:
             )
 
     def give_back(self, worker: WorkerProcess) -> None:
-        """Keep a process for the next call, or kill it and start another, which imports while nobody waits for it."""
+        """Keep a process for the next call, or kill it and start another, which imports in the background."""
         has_grown = worker.has_grown
         if has_grown:
             logger.info("replacing a process of %s: it grew by %.1f GiB", self._name, worker.growth_gib)
@@ -282,7 +282,7 @@ class WorkerPool:
         worker.close()
 
     def close(self) -> None:
-        """Kill all processes, also those in the middle of a call."""
+        """Kill all processes, also during a call."""
         with self._lock:
             self._is_closed, workers = True, list(self._all)
             self._all.clear()
@@ -306,7 +306,7 @@ def main() -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     with contextlib.suppress(EOFError, OSError):  # the parent has ended, or the function closed the socket
         _serve(Connection(descriptor))
-    os._exit(0)  # threads of the function would hold up an orderly end
+    os._exit(0)  # threads of the function would delay a normal exit
 
 
 def _serve(connection: Connection) -> None:
@@ -324,7 +324,7 @@ def _serve(connection: Connection) -> None:
     while True:
         reply = _answer(function, connection.recv_bytes())
         if os.getpid() != pid:
-            return  # a fork that the function made has returned from the call as well
+            return  # a fork made by the function also returns from the call
         connection.send_bytes(reply)
 
 
