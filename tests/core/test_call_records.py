@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arealite.core.records import CallLog, CallRecord, Summary, overlap, read_calls, summary
-from arealite.utils.files import FileError
 
 
 def record(begin: float, end: float, group: str = "actor", step: int = 0) -> CallRecord:
@@ -18,12 +17,6 @@ def test_calls_that_wait_one_second_each() -> None:
     assert overlap([record(number, number + 1) for number in range(3)]) == 1.0
     assert overlap([record(0, 2), record(1, 3), record(7, 8)]) == 5 / 4, "the pause does not count"
     assert overlap([]) == overlap([record(5, 5)]) == 0.0
-
-
-def test_idle_share_of_a_group() -> None:
-    records = [record(0, 2), record(1, 3), record(6, 9), record(0, 10, group="ref")]
-    idle = {"actor": 1 - 6 / 10, "ref": 0.0, "critic": 1.0}
-    assert summary(records, idle).idle == summary(records[::-1], idle).idle == idle
 
 
 def test_a_step_in_numbers() -> None:
@@ -62,13 +55,3 @@ def test_a_log_reads_back_and_a_resumed_run_drops_what_it_redoes(tmp_path: Path)
     assert read_calls(path) == [*written[:2], record(9, 10, step=2)]
     CallLog(path)
     assert read_calls(path) == []
-
-
-def test_a_damaged_log_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "calls.jsonl"
-    for line, key, read in (('{"step": 1}\n', "call", read_calls), ('{"call": "actor_inf"}\n', "step", CallLog)):
-        path.write_text(line)
-        with pytest.raises(FileError) as error:
-            read(path)
-        told = f"{path} must be as its writer left it: got KeyError: '{key}'. Restore it, or correct it."
-        assert str(error.value) == told

@@ -46,11 +46,6 @@ def test_a_training_script_can_be_planned_as_it_is(name: str, capsys: pytest.Cap
         assert (runner.timeout, runner._threads._max_workers) == (3.5, 1)
 
 
-def test_synchronous_is_a_bound_of_zero() -> None:
-    assert load("sync-ppo").rollout.max_head_offpolicyness == 0
-    assert load("async-ppo").rollout.max_head_offpolicyness == 4
-
-
 def names(graph: DataFlowGraph) -> list[str]:
     return [call.name for call in graph.order()]
 

@@ -60,11 +60,6 @@ def test_edges_follow_from_keys() -> None:
     ]
 
 
-def test_a_call_crosses_processes() -> None:
-    call = change("actor_inf", kwargs={"whole": True})
-    assert pickle.loads(pickle.dumps(call)) == call != PPO["actor_inf"]
-
-
 def test_optional_keys() -> None:
     call = MFC("advantages", "actor", "inference", free, ("rewards", "truncated?"), ("advantages", "returns?"))
     assert call.inputs_among({"rewards", "truncated", "versions"}) == ("rewards", "truncated")
@@ -237,14 +232,6 @@ CONFIGS: list[tuple[Callable[[], PPOConfig], str, str]] = [
 def test_configs_that_cannot_run_a_graph(make: Callable[[], PPOConfig], subject: str, got: str) -> None:
     made = make()
     refused(lambda: ppo().check(made), subject, got)
-
-
-def test_a_role_that_workers_do_not_have() -> None:
-    made = config()
-    vars(made)["judge"] = made.actor  # as if its class had such a block
-    judged = replace(PPO["ref_inf"], role="judge")
-    changed = graph(judged, engines={"actor": Actor, "critic": Critic, "judge": Actor})
-    refused(lambda: changed.check(made), "a role", "judge")
 
 
 def test_configs_that_can() -> None:

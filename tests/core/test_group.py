@@ -9,11 +9,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 
@@ -34,7 +32,6 @@ from arealite.core.records import CallRecord
 from arealite.core.remote_engine import RemoteEngine
 from arealite.core.worker import Call, GroupSpec, Redo
 from arealite.core.workers import Workers
-from arealite.dataset.loader import PromptLoader, pair_batches
 from arealite.launcher.place.ray import connect
 from arealite.utils import trace
 from arealite.utils.distributed import is_agreed
@@ -265,25 +262,6 @@ def test_no_more_restarts_than_allowed_and_a_checkpoint_gives_them_back(start: S
         value(group, "add", 1.0, fault="killed", times=9)
 
 
-def test_a_group_that_is_closed_as_it_starts_again_starts_nothing(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever closes it ends the workers that there are, and can't know of those that come a moment later."""
-    before, group = placements(), start("closing")
-    form_world, closing = group._form_world, threading.Thread(target=group.close)
-
-    def form_late() -> None:
-        closing.start()
-        wait_until("the group is closed", lambda: group._error is not None, 60)
-        form_world()
-
-    monkeypatch.setattr(group, "_form_world", form_late)
-    with pytest.raises(GroupLostError, match="group closing is closed"):
-        value(group, "add", 1.0, fault="killed")
-    closing.join(60)
-    assert (group._world, placements()) == (None, before)
-
-
 def test_a_call_that_can_not_be_repeated_fails_for_all_and_later_ones_go_on(start: Start) -> None:
     group = start()
     before = value(group, "add", 1.0)
@@ -334,19 +312,6 @@ def test_what_is_fetched_has_the_rows_and_the_width_of_the_batch(cluster: RayClu
         assert torch.equal(workers.fetch(remote[key], remote), column), key
 
 
-def test_pairs_of_answers_stay_together(cluster: RayCluster, tmp_path: Path) -> None:
-    """Of 2 ranks the longest row alone has about half of the tokens."""
-    config = tmp_path / "config.yaml"
-    config.write_text("experiment_name: e\ntrial_name: t\nworkers: {model: {ranks: 2}}\nref: {}\n")
-    given = ["--config", str(config), f"cluster.fileroot={tmp_path}", "model.path=none", "train_dataset.path=none"]
-    workers = Workers(load_expr_config(given, DPOConfig)[0])
-    lengths = (30, 4, 5, 6, 7, 8)
-    rows = [{"input_ids": np.arange(length), "loss_mask": np.ones(length, np.int64)} for length in lengths]
-    pairs = [{"pair": rows[index : index + 2]} for index in (0, 2, 4)]
-    batch = next(pair_batches(PromptLoader(pairs, 3, shuffle=False), 0, 0, 1))
-    assert workers.scatter(batch).order == [[0, 1], [2, 3, 4, 5]]
-
-
 def widening(group: WorkerGroup, batch: RemoteBatch, factor: float) -> Call:
     seen, kwargs = batch.select(["input_ids"]), {"factor": factor}
     return Call("ref.widen", "ref", "widen", kwargs=kwargs, batch=seen, output="wide")
@@ -363,39 +328,6 @@ def test_who_waits_for_pieces_that_nobody_will_make_again_learns_why() -> None:
     with pytest.raises(GroupLostError, match="the group is lost"):
         task.pieces.result()
     assert task.values.result() == []
-
-
-def test_a_call_that_succeeds_while_its_group_is_closed_ends_once() -> None:
-    class Interrupted(Future[Any]):
-        closing: threading.Thread | None = None
-
-        def done(self) -> bool:
-            is_done = super().done()
-            if self.closing is None:
-                self.closing = threading.Thread(target=task.fail, args=(GroupLostError("the group is closed"),))
-                self.closing.start()
-                self.closing.join(0.5)  # it ends here, unless it has to wait for the call
-            return is_done
-
-    values = Interrupted()
-    task = Task(Call("actor.infer", "actor", "infer"), 1, values=values)
-    task.succeed([], [])
-    assert values.closing is not None
-    values.closing.join()
-    assert values.result() == [] and task.pieces.result() == []
-
-
-def test_the_nodes_of_a_group_can_be_asked_for_while_it_loses_its_workers() -> None:
-    known = world.World.__new__(world.World)
-    known.machines = ("one",)
-
-    class Losing(WorkerGroup):
-        """Its thread takes the workers away after the first look at them."""
-
-        looks = iter([known, None])
-        _world: Any = property(lambda self: next(self.looks))
-
-    assert Losing.__new__(Losing).machines == ("one",)
 
 
 def test_the_variables_of_workers_may_be_secret_and_are_not_shown(tmp_path: Path) -> None:

@@ -36,12 +36,6 @@ def load(*given: str) -> Any:
     return load_expr_config(["--config", str(CONFIG), *given], PPOConfig)[0]
 
 
-def test_any_number_of_roles_may_train() -> None:
-    config = load()
-    config.teacher = config.actor  # as the class of an experiment of one's own may have it
-    Master(config, graph("actor", "critic", "teacher"))
-
-
 def test_a_config_without_workers_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"workers must be given to a script of a master: got nothing\. Add `workers"):
         Master(load("workers=null"), graph("actor", "critic"))

@@ -138,15 +138,6 @@ async def test_the_first_error_cancels_what_is_gathered_beside_it() -> None:
         await cancelled.wait()
 
 
-async def test_results_are_gathered_in_the_order_of_the_coroutines() -> None:
-    async def after(turns: int) -> int:
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        return turns
-
-    assert await gathered(after(turns) for turns in (3, 0, 1)) == [3, 0, 1]
-
-
 @pytest.fixture
 def threads():
     threads = DaemonThreads(3, "test-call")
@@ -181,21 +172,6 @@ def test_so_many_calls_run_at_once_and_no_more(threads: DaemonThreads) -> None:
     assert len(set(running)) == 3 and not later.done()
     may_end.set()
     assert later.result(120) in running and [one.result(120) for one in calls] == [None] * 3
-
-
-def test_a_thread_that_is_free_is_used_again(threads: DaemonThreads) -> None:
-    assert len({threads.submit(threading.current_thread).result(120) for _ in range(20)}) <= 2
-
-
-def test_what_is_cancelled_before_it_runs_does_not_run(threads: DaemonThreads) -> None:
-    may_end, ran = threading.Event(), []
-    for _ in range(3):
-        threads.submit(may_end.wait, 120)
-    waiting = threads.submit(ran.append, "cancelled")
-    assert waiting.cancel()
-    may_end.set()
-    threads.submit(ran.append, "last").result(120)
-    assert ran == ["last"]
 
 
 async def test_a_call_of_our_own_needs_no_free_thread(threads: DaemonThreads) -> None:

@@ -43,12 +43,6 @@ def test_the_holder_is_named_and_its_death_frees_the_lock(tmp_path: Path) -> Non
         holder.stdout.close()
 
 
-def test_it_can_be_taken_again(tmp_path: Path) -> None:
-    for _ in range(2):
-        with file_lock(tmp_path / ".lock", timeout_s=0):
-            pass
-
-
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
 def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Lustre refuses them so unless it is mounted with `flock`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import resource
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from arealite.utils.files import FileError, explain, free_space, publish_folder, read_jsonl, write_atomically, writing
+from arealite.utils.files import FileError, publish_folder, read_jsonl, write_atomically, writing
 
 
 def test_a_file_appears_whole_with_its_mode(tmp_path: Path) -> None:
@@ -76,27 +75,6 @@ def test_a_failed_write_is_explained(tmp_path: Path) -> None:
     text = str(caught.value)
     assert text.startswith(f"{path} must be writable: got FileNotFoundError: [Errno 2] ")
     assert f" free in {tmp_path}. Make room there" in text
-
-
-def test_only_errors_of_writing_are_explained(tmp_path: Path) -> None:
-    class LibraryError(Exception):
-        pass
-
-    with pytest.raises(KeyError), writing(tmp_path):
-        raise KeyError
-    with pytest.raises(LibraryError), writing(tmp_path):
-        raise LibraryError
-    with pytest.raises(OSError, match="must be writable: got LibraryError: full"), writing(tmp_path, LibraryError):
-        raise LibraryError("full")
-
-
-def test_free_space(tmp_path: Path) -> None:
-    usage = os.statvfs(tmp_path)
-    assert free_space(tmp_path / "not" / "yet").endswith(f"free in {tmp_path}")
-    assert f"of {usage.f_blocks * usage.f_frsize / 2**30:.1f} GiB free" in free_space(tmp_path)
-    file = tmp_path / "file"
-    file.touch()
-    assert explain(OSError(errno.ENOSPC, "No space"), file).count(f"free in {tmp_path}. ") == 1
 
 
 def test_rows_of_metrics_that_can_not_be_written_end_the_run(tmp_path: Path) -> None:

@@ -28,24 +28,6 @@ def test_an_epoch_is_its_steps_and_the_shorter_trigger_wins() -> None:
     assert [step for step in range(1, 18) if frequency.check()] == [8, 16]
 
 
-def test_never_without_a_trigger_unless_forced() -> None:
-    frequency = Frequency(Triggers(), EPOCH_STEPS, is_first_due=True)
-    assert not any(frequency.check() for _ in range(100))
-    assert frequency.check(force=True)
-
-
-def test_counts_from_the_last_time_also_if_that_was_forced() -> None:
-    frequency = Frequency(Triggers(freq_steps=3), EPOCH_STEPS)
-    assert [frequency.check(force=step == 2) for step in range(1, 9)] == [
-        False, True, False, False, True, False, False, True,
-    ]  # fmt: skip
-
-
-def test_the_first_call_can_be_due() -> None:
-    frequency = Frequency(Triggers(freq_steps=2), EPOCH_STEPS, is_first_due=True)
-    assert [step for step in range(7) if frequency.check()] == [0, 2, 4, 6]
-
-
 class Clock:
     """Stands still until it is moved."""
 
@@ -79,14 +61,3 @@ def test_goes_on_from_a_state(n: int, is_first_due: bool, before: int, after: in
     second = Frequency(Triggers(freq_steps=n), EPOCH_STEPS, is_first_due=is_first_due)
     second.load_state_dict(first.state_dict())
     assert found + [second.check() for _ in range(after)] == expected
-
-
-def test_seconds_go_on_too(clock: Clock) -> None:
-    first = Frequency(Triggers(freq_secs=4), EPOCH_STEPS)
-    assert not first.check()
-    clock.now_s += 2.5
-    second = Frequency(Triggers(freq_secs=4), EPOCH_STEPS)
-    second.load_state_dict(first.state_dict())
-    assert not second.check()
-    clock.now_s += 2
-    assert second.check()

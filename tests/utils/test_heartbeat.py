@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import threading
 import time
 import timeit
 from collections.abc import Iterator
@@ -106,25 +104,6 @@ def test_waits_end_also_by_errors_and_decorate_functions() -> None:
     assert {wait["what"] for wait in heartbeat._current_waits(0.0)} == before
 
 
-def test_waits_of_several_threads_do_not_mix() -> None:
-    barrier, ends = threading.Barrier(9), threading.Event()
-
-    def wait(index: int) -> None:
-        with heartbeat.waiting("outer"), heartbeat.waiting(f"thread {index}"):
-            barrier.wait()
-            ends.wait()
-
-    threads = [threading.Thread(target=wait, args=(index,)) for index in range(8)]
-    for thread in threads:
-        thread.start()
-    barrier.wait()
-    seen = {one["what"] for one in heartbeat._current_waits(0.0)}
-    ends.set()
-    for thread in threads:
-        thread.join()
-    assert seen >= {f"thread {index}" for index in range(8)} and "outer" not in seen
-
-
 def test_stacks_of_a_process_stuck_in_c(tmp_path: Path) -> None:
     """The regular expression never ends and never lets another thread of Python run."""
     code = """
@@ -140,14 +119,6 @@ stuck()
         (one,) = collect(tmp_path / "progress", [], stalled_s=5).processes
         assert (one.pid, one.count) == (process.pid, 1) and one.state == "running" and one.silent_s > 2
     assert [line.function for line in stacks_of(one.stacks)[-1] if line.file == "<string>"] == ["stuck", "<module>"]
-
-
-def test_a_stopped_process_writes_no_stacks_and_holds_nothing_up(tmp_path: Path) -> None:
-    with program(tmp_path, "heartbeat.tick()\ntime.sleep(600)") as process:
-        published(tmp_path, count=1)
-        process.send_signal(signal.SIGSTOP)
-        (one,) = collect(tmp_path / "progress", [], stalled_s=5).processes
-    assert (one.state, one.stacks) == ("stopped", "")
 
 
 def test_the_signal_is_not_sent_to_processes_that_would_die_of_it() -> None:

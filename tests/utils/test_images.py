@@ -106,8 +106,3 @@ def test_a_picture_that_is_cut_or_too_large_is_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     with pytest.raises(ValueError, match=r"^image_data must be base64 .*got Image size .* decompression bomb"):
         from_base64(as_base64(encoded(picture("wide"), "PNG")))
-
-
-def test_an_image_is_of_a_known_kind() -> None:
-    with pytest.raises(ValueError, match=r"^an image must be a PIL image, bytes or a path: got int"):
-        decode_image(3)

@@ -51,13 +51,6 @@ def test_one_metric_keeps_one_reduction() -> None:
         tracker.add({"a/b": 1.0}, reduce="sum")
 
 
-def test_steps_do_not_leak_into_each_other() -> None:
-    tracker = StatsTracker()
-    tracker.add({"a/b": 1.0})
-    assert tracker.collect()["a/b"] == 1.0
-    assert tracker.collect().keys() == {"time/step_s"}
-
-
 def test_timers_add_up_and_survive_errors() -> None:
     tracker = StatsTracker()
     for _ in range(2):

@@ -43,11 +43,6 @@ def test_setup_in_a_program():
     assert run(SETUP) == "WARNING arealite.x: careful\nINFO arealite.x: news\nWARNING library: careful\n"
 
 
-def test_a_program_that_has_configured_logging_keeps_it():
-    own = "import logging; logging.basicConfig(format='mine: %(message)s')"
-    assert run(own + SETUP) == "mine: careful\nmine: careful\n"
-
-
 @pytest.mark.parametrize(
     ("program", "words", "told"),
     [

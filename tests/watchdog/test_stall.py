@@ -59,15 +59,6 @@ def test_a_stopped_process_without_a_heartbeat():
     assert judged(process("trainer-0", FOR_EPISODES), worker).culprit == f"reward-worker (pid {worker.pid})"
 
 
-def test_a_process_that_the_kernel_holds():
-    verdict = judged(process("trainer-0", IN_SUM), process("trainer-1", IN_SUM, state="disk-sleep", silent_s=9))
-    assert verdict.culprit.startswith("trainer-1 ") and "state D" in verdict.reason and verdict.for_s == 9
-
-
-def test_a_moment_in_the_kernel_is_no_cause():
-    assert judged(process("trainer-0", IN_SUM, state="disk-sleep"), process("trainer-1")).culprit[:9] == "trainer-1"
-
-
 def test_c_code_that_holds_the_gil():
     stuck = process("trainer-0", FOR_EPISODES, silent_s=9, stacks=stack(f"{re.__file__}:1", "/home/me/w.py:4"))
     verdict = judged(stuck)
@@ -155,20 +146,6 @@ def test_servers_are_named_if_all_episodes_wait_for_them():
 def test_an_idle_server_is_never_blamed():
     assert judged(process("trainer-0"), process("server-0")).culprit.startswith("trainer-0 ")
     assert judged(process("trainer-0", IN_SUM), process("server-0")).culprit.startswith("trainer-0 ")
-
-
-def test_nothing_published_at_all():
-    assert judged().culprit == "the run"
-
-
-def test_lines_for_the_reader():
-    verdict = Verdict("x", "sleeps", 12.0, "Wake it.")
-    evidence = Evidence(10.0, [process("y", wait("x", None))])
-    assert verdict.lines(evidence) == [
-        "stalled: no progress for 10 s: x sleeps, for 12 s",
-        "    Wake it.",
-        "    y (pid 221) waits for x",
-    ]
 
 
 def test_stacks_of_faulthandler():
