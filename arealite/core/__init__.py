@@ -1,1 +1,1 @@
-"""Core: a master tells groups of remote workers what to compute. Workers run the engines of a script of ranks."""
+"""Core: a master sends calls to groups of remote workers, which run the engines of a script of ranks."""

@@ -21,13 +21,13 @@ ROLLOUT = (*TOKENS, "loss_mask", "logprobs", "versions", "rewards", "no_eos?", *
 
 
 def grpo(config: GRPOConfig) -> DataFlowGraph:
-    """Return the calls of `gsm8k_grpo.py`: what the algorithm of the config needs, and the policy's update."""
+    """Return the graph of `gsm8k_grpo.py`: the inferences that the algorithm needs, and the policy's update."""
     calls, engines = _before_advantages(config)
     return DataFlowGraph([*calls, *_policy(calls, ())], engines, publishes="actor")
 
 
 def ppo(config: PPOConfig) -> DataFlowGraph:
-    """Return the calls of `gsm8k_ppo.py`: those of `grpo` and a critic, whose update runs beside the policy's."""
+    """Return the graph of `gsm8k_ppo.py`: `grpo` and a critic, whose update runs in parallel to the policy's."""
     calls, engines = _before_advantages(config)
     calls += [MFC("critic_inf", "critic", "inference", FSDPPPOCritic.compute_values, INPUTS[:2], ("values",))]
     targets = ("returns", "returns_mask")
@@ -38,7 +38,7 @@ def ppo(config: PPOConfig) -> DataFlowGraph:
 
 
 def sft() -> DataFlowGraph:
-    """Return the calls of `gsm8k_sft.py`."""
+    """Return the graph of `gsm8k_sft.py`."""
     keys = ("input_ids", "attention_mask", "loss_mask")
     calls = [
         MFC("data", "data", "generate", outputs=keys),
@@ -48,7 +48,7 @@ def sft() -> DataFlowGraph:
 
 
 def _before_advantages(config: GRPOConfig) -> tuple[list[MFC], dict[str, type]]:
-    """Return episodes and what is inferred about them by the policy and by frozen models."""
+    """Return the source of episodes and the inferences of the policy and frozen models, with the engines."""
     logprobs = FSDPPPOActor.compute_logprobs
     calls = [MFC("actor_gen", "rollout", "generate", outputs=ROLLOUT)]
     engines: dict[str, type] = {"actor": FSDPPPOActor}
@@ -62,7 +62,7 @@ def _before_advantages(config: GRPOConfig) -> tuple[list[MFC], dict[str, type]]:
 
 
 def _policy(calls: list[MFC], targets: tuple[str, ...], *, warmup_steps: int = 0) -> list[MFC]:
-    """Return the calls of the policy that read all that others have made; `targets` are the critic's."""
+    """Return the advantages and the policy's update, which read all outputs of `calls`; `targets` are the critic's."""
     made = tuple(key for call in calls for key in call.outputs)
     advantages, inferred = FSDPPPOActor.compute_advantages, ("advantages", "whole_logprobs?")
     warmup = {"warmup_steps": warmup_steps}
@@ -73,6 +73,6 @@ def _policy(calls: list[MFC], targets: tuple[str, ...], *, warmup_steps: int = 0
 
 
 def update(actor: FSDPPPOActor, batch: TensorDict, *, warmup_steps: int) -> dict[str, float]:
-    """Update the policy, or in the first steps only describe the batch, while the critic warms up."""
+    """Update the policy; while the critic warms up, only return the metrics of the batch."""
     is_warm = actor.get_version() >= warmup_steps
     return actor.ppo_update(batch) if is_warm else actor.describe(batch)

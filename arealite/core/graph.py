@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from arealite.api.config.experiment import BaseExperimentConfig
 
     Outcome = torch.Tensor | dict[str, float] | None
-    """A tensor is the one output, None says that outputs were added to the batch, and a dict holds metrics."""
+    """A tensor is the only output; None if outputs were added to the batch; a dict contains metrics."""
 
 SOURCES = ("rollout", "data")
 """Roles of a source: episodes, or rows of the data set."""
 Interface = Literal["generate", "inference", "train_step"]
 Edge = tuple[str, str, tuple[str, ...]]
-"""A call, one that needs it, and the keys that pass; none if only `after` says so."""
+"""A call, a call that depends on it, and the keys between them; without keys for `after`."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class ModelFunctionCall:
     run: Callable[..., Outcome] | None = None
     """A method of the engine's class, or a function `f(engine, batch, **kwargs)`; None for the source."""
     inputs: tuple[str, ...] = ()
-    """All that `run` sees of the batch."""
+    """The keys of the batch that `run` sees."""
     outputs: tuple[str, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
     after: tuple[str, ...] = ()
-    """Names of calls that must end before, where no key says so."""
+    """Names of calls that must end before this one, besides the makers of its inputs."""
 
     def __post_init__(self) -> None:
         for name in ("inputs", "outputs", "after"):
@@ -92,7 +92,7 @@ MFC = ModelFunctionCall
 class DataFlowGraph:
     """The calls of a step, the engine class of each role, and the role whose weights the servers get.
 
-    Raises ConfigError for every mistake that can be seen without a config.
+    Raises ConfigError for every mistake that needs no config to be seen.
     """
 
     calls: Sequence[ModelFunctionCall]
@@ -180,7 +180,7 @@ class DataFlowGraph:
         return list(ordered.values())
 
     def _cycle(self, path: Sequence[str]) -> str:
-        """Spell the path of a cycle with the keys that pass, from the call that is declared first."""
+        """Format a cycle with the keys on its edges, starting at the call that is declared first."""
         first = next(path.index(name) for name in self.named if name in path)
         path = [*path[first:-1], *path[:first], path[first]]
         steps = [
@@ -195,7 +195,7 @@ class DataFlowGraph:
             (before, name, keys)
             for name, needed in self.needs.items()
             for before, keys in needed.items()
-            if not any(before in self.ancestors[other] for other in needed)
+            if not any(before in self.ancestors[needed_name] for needed_name in needed)
         ]
 
     def __str__(self) -> str:
@@ -209,7 +209,7 @@ class DataFlowGraph:
 
 
 def unique_words(names: Iterable[str], what: str) -> tuple[str, ...]:
-    """Return names as a tuple of unique words; a plain string is refused, as it would be split into letters."""
+    """Return names as a tuple of unique words; refuse a string, which would be split into letters."""
     require(not isinstance(names, str), f'{what} must be a tuple: got the text {names!r}. Write ("{names}",).')
     words = tuple(names)
     plain = [str(word).removesuffix("?") for word in words]
@@ -220,7 +220,7 @@ def unique_words(names: Iterable[str], what: str) -> tuple[str, ...]:
 
 
 def _check_call(call: ModelFunctionCall) -> None:
-    """Refuse a call that fits no graph."""
+    """Refuse a call that is invalid in every graph."""
     for what, name in (("name", call.name), ("role", call.role)):
         change = "Metrics and config keys contain it: use letters, digits and _ only."
         require(name.isidentifier(), f"the {what} of a call must be a word: got {name!r}. {change}")
@@ -246,7 +246,7 @@ def _check_call(call: ModelFunctionCall) -> None:
 
 
 def _check_names(graph: DataFlowGraph) -> None:
-    """Names are unique, there is one source, and `after` names calls."""
+    """Require unique names, exactly one source, and existing calls in `after`."""
     names = [call.name for call in graph.calls]
     for name in graph.named:
         num = names.count(name)
@@ -264,7 +264,7 @@ def _check_names(graph: DataFlowGraph) -> None:
 
 
 def _check_engines(graph: DataFlowGraph) -> None:
-    """Each role has an engine and a call, and each engine what it is called with."""
+    """Require an engine and a call for each role, and functions that fit the engines."""
     for role in graph.engines:
         has_call = any(call.role == role for call in graph.calls)
         require(has_call, f"a role with an engine must have a call: got {role}. Add one, or remove it from engines.")
@@ -275,14 +275,14 @@ def _check_engines(graph: DataFlowGraph) -> None:
 
 
 def check_role(name: str, role: str, engines: Mapping[str, type]) -> None:
-    """The role of the call `name` has an engine."""
+    """Require an engine for the role of the call `name`."""
     change = nearest(role, engines, otherwise="Add its class to engines.")
     given = f"got engines of {listed(engines)}"
     require(role in engines, f"role {role} of call {name} must have an engine: {given}. {change}")
 
 
 def _check_run(call: ModelFunctionCall, engine: type) -> None:
-    """A method is one of the engine's class or its bases, and takes what it is given."""
+    """Require a method of the engine's class or its bases, or a function, that accepts the arguments."""
     assert call.run is not None
     name = getattr(call.run, "__qualname__", repr(call.run))
     owner = name.rpartition(".")[0]
@@ -302,7 +302,7 @@ def _check_run(call: ModelFunctionCall, engine: type) -> None:
 
 
 def _check_keys(graph: DataFlowGraph) -> None:
-    """Each key that is made is made once and read, and each that is read is made."""
+    """Require that each key has exactly one maker and at least one reader."""
     optional = {key for call in graph.calls for key in call.outputs if key.endswith("?")}
     for key, maker in graph.makers.items():
         makers = [call.name for call in graph.calls if {key, f"{key}?"} & {*call.outputs}]
@@ -325,7 +325,7 @@ def _check_keys(graph: DataFlowGraph) -> None:
 
 
 def _check_training(graph: DataFlowGraph) -> None:
-    """Every call of a role is ordered relative to its train steps, and the published role trains."""
+    """Require an order between the train steps of a role and its other calls, and that the published role trains."""
     for step in graph.train_steps:
         for call in graph.calls:
             is_ordered = call.name in graph.ancestors[step.name] or step.name in graph.ancestors[call.name]

@@ -30,7 +30,7 @@ from arealite.utils.distributed import mark_agreed
 logger = logging.getLogger("arealite.core")
 
 _SNAPSHOT = Call("snapshot", "", "snapshot")  # begins a step
-_CLOSE_S = 30.0  # in which the thread must notice that its workers are gone
+_CLOSE_S = 30.0  # for the thread to notice that its workers are gone
 
 
 @dataclass(eq=False)
@@ -62,7 +62,7 @@ class Task:
 
 
 class WorkerGroup:
-    """The workers of one or several roles. The master calls its methods."""
+    """The workers of one or more roles. The master calls its methods."""
 
     def __init__(
         self, spec: GroupSpec, record: Callable[[CallRecord], None], note_incident: Callable[[str], None]
@@ -132,7 +132,7 @@ class WorkerGroup:
     # The thread
 
     def _run(self) -> None:
-        """Run one task after the other; after a loss of the workers, new workers replay the step."""
+        """Run tasks in order; after a loss of the workers, new workers replay the step."""
         try:
             while self._error is None:
                 try:

@@ -58,7 +58,7 @@ class Master:
         make_source = Episodes if self.graph.source.role == "rollout" else Rows
         source = make_source(config, self._make_workflow, tokenizer)
         ft_spec = source.ft_spec
-        recover = Recover(config.recover, ft_spec)  # the run folder is ours from here on
+        recover = Recover(config.recover, ft_spec)  # locks the run folder
 
         self.workers = cleanup.enter_context(Workers(config, is_declared=True))
         self.engines = self._make_engines(cleanup, ft_spec)
@@ -66,7 +66,7 @@ class Master:
         source.start(cleanup, self.workers)
         saver = Saver(config.saver, ft_spec)
 
-        # An interrupted run resumes as if nothing had happened; any other one starts at step 0.
+        # An interrupted run resumes as if nothing had happened; a new run starts at step 0.
         trained = {call.role: self.engines[call.role] for call in self.graph.train_steps}
         del trained[self.graph.publishes]
         clocks = source.clocks | {"saver": saver}
@@ -96,7 +96,7 @@ class Master:
             with stats.timer("recover"):
                 recover.save(step)
 
-        # What became of it: the final model, one more evaluation, the report.
+        # The results: the final model, a last evaluation, the report.
         last = ft_spec.total_train_steps - 1
         saver.save(actor, last, tokenizer=tokenizer, force=True, **trained)
         with stats.timer("eval"):
@@ -176,7 +176,7 @@ class Master:
         progress.incidents = self.workers.incidents
 
         def write() -> None:
-            tasks = [*self._tasks.items()]  # the loop adds tasks meanwhile
+            tasks = [*self._tasks.items()]  # the loop adds tasks concurrently
             progress.states = {name: task.state for name, task in tasks}
             progress.machines = {group.spec: group.machines for group in self.workers.groups}
             write_page(RunFolder(self.config), progress, now=time.time())

@@ -38,13 +38,13 @@ _ENDINGS = {"generate": "gen", "inference": "inf", "train_step": "train"}
 
 @dataclass(frozen=True)
 class MFCDef:
-    """A call in the original's words; a GraphBuilder finds its function and its keys."""
+    """A call in the original's spelling; a GraphBuilder resolves its function and its keys."""
 
     model_name: str
-    """A role, also with the interface behind it, e.g. `actor-train`; generation is the servers', whatever it says."""
+    """A role, also with the interface behind it, e.g. `actor-train`; generation always runs on the servers."""
     interface_type: ModelInterfaceType
     model_function_name: str
-    """A name of `register_mfc`, `module:FUNCTION`, or a method of the role's engine, looked for in this order."""
+    """A name of `register_mfc`, `module:FUNCTION`, or a method of the role's engine, searched in this order."""
     n_seqs: int | None = None
     """Must be `train_dataset.batch_size`, as each call gets the whole batch."""
     func_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -73,9 +73,9 @@ class GraphBuilder:
 
     def add_mfc_dataflow(self, src: MFCDef, dst: MFCDef, keys: Iterable[str]) -> None:
         """Pass `keys` from `src` to `dst`. Raises ConfigError for two definitions of a name, or keys to a source."""
-        for one in (src, dst):
-            known = self._definitions.setdefault(one.name, one)
-            require(known == one, f"each call must have one definition: got {known} and {one}. Correct one of them.")
+        for mfc in (src, dst):
+            known = self._definitions.setdefault(mfc.name, mfc)
+            require(known == mfc, f"each call must have one definition: got {known} and {mfc}. Correct one of them.")
         flow = unique_words(sorted(keys) if isinstance(keys, Set) else keys, f"keys from {src.name} to {dst.name}")
         require(
             dst.role != "rollout",
@@ -85,35 +85,35 @@ class GraphBuilder:
         self._flows.append((src, dst, flow))
 
     def build(self, config: BaseExperimentConfig) -> DataFlowGraph:
-        """Return the graph, checked but for what `DataFlowGraph.check` does. ConfigError names what is unknown."""
-        for one in self._definitions.values():
+        """Return the graph, checked except for `DataFlowGraph.check`. Raises ConfigError for an unknown name."""
+        for mfc in self._definitions.values():
             size = config.train_dataset.batch_size
             require(
-                one.n_seqs in (None, size),
-                f"n_seqs of call {one.name} must be train_dataset.batch_size, as a call gets the whole batch: got "
-                f"{one.n_seqs} and {size}. Remove n_seqs.",
+                mfc.n_seqs in (None, size),
+                f"n_seqs of call {mfc.name} must be train_dataset.batch_size, as a call gets the whole batch: got "
+                f"{mfc.n_seqs} and {size}. Remove n_seqs.",
             )
             require(
-                one.role != "rollout" or not one.func_kwargs,
-                f"call {one.name} must have no func_kwargs, as gconfig and tokenizer_path say how servers generate: "
-                f"got {listed(one.func_kwargs)}. Remove them.",
+                mfc.role != "rollout" or not mfc.func_kwargs,
+                f"call {mfc.name} must have no func_kwargs, as gconfig and tokenizer_path say how servers generate: "
+                f"got {listed(mfc.func_kwargs)}. Remove them.",
             )
         return DataFlowGraph([*map(self._call, self._definitions.values())], self._engines, self._publishes)
 
-    def _call(self, one: MFCDef) -> ModelFunctionCall:
-        read = dict.fromkeys(key for _, dst, keys in self._flows if dst == one for key in keys)
-        made = dict.fromkeys(key for src, _, keys in self._flows if src == one for key in keys)
+    def _call(self, mfc: MFCDef) -> ModelFunctionCall:
+        read = dict.fromkeys(key for _, dst, keys in self._flows if dst == mfc for key in keys)
+        made = dict.fromkeys(key for src, _, keys in self._flows if src == mfc for key in keys)
         keys = tuple(read), tuple(key for key in made if f"{key}?" not in made)
-        run = None if one.role == "rollout" else self._function(one)
-        return ModelFunctionCall(one.name, one.role, str(one.interface_type), run, *keys, one.func_kwargs)  # type: ignore[arg-type]
+        run = None if mfc.role == "rollout" else self._function(mfc)
+        return ModelFunctionCall(mfc.name, mfc.role, str(mfc.interface_type), run, *keys, mfc.func_kwargs)  # type: ignore[arg-type]
 
-    def _function(self, one: MFCDef) -> Callable[..., Any]:
-        check_role(one.name, one.role, self._engines)
-        engine = self._engines[one.role]
-        if one.model_function_name not in _REGISTERED["mfc"] and hasattr(engine, one.model_function_name):
-            return getattr(engine, one.model_function_name)
+    def _function(self, mfc: MFCDef) -> Callable[..., Any]:
+        check_role(mfc.name, mfc.role, self._engines)
+        engine = self._engines[mfc.role]
+        if mfc.model_function_name not in _REGISTERED["mfc"] and hasattr(engine, mfc.model_function_name):
+            return getattr(engine, mfc.model_function_name)
         methods = [name for name in dir(engine) if not name.startswith("_")]
-        return named("mfc", one.model_function_name, key=f"model_function_name of {one.name}", others=methods)
+        return named("mfc", mfc.model_function_name, key=f"model_function_name of {mfc.name}", others=methods)
 
 
 def _register(kind: Kind, name: str) -> Callable[[T], T]:
@@ -138,9 +138,9 @@ register_agent = partial(_register, "agent")
 
 
 def named(kind: Kind, name: str, *, key: str, others: Iterable[str] = ()) -> Callable[..., Any]:
-    """Return what `key` names: something registered, `module:NAME` or `FILE.py:NAME`.
+    """Return the object that `key` names: a registered name, `module:NAME` or `FILE.py:NAME`.
 
-    Raises ConfigError for an unknown name, and shows the nearest one, also of `others`.
+    Raises ConfigError for an unknown name, with the nearest name, also of `others`.
     """
     if ":" in name:
         return load_named(name, key=key, kind="function" if kind == "mfc" else "class")

@@ -95,7 +95,7 @@ def render(run: RunFolder, progress: Progress, *, now: float) -> str:
     lead = f"Step {progress.step} {'was the last' if progress.is_finished else 'is running'}. "
     lead += f"This page was written on {_date(now)} at {_clock(now)}."
     reload = "" if progress.is_finished else f'<meta http-equiv="refresh" content="{RELOAD_S}">'
-    calls = progress.calls  # a thread draws what the master replaces
+    calls = progress.calls  # the master may replace it while this thread draws
     last = summary(calls, [group.name for group in progress.machines]) if calls else None
     body = [
         f'<header><p class="brand">AReaLite dataflow</p><h1>{title}</h1><p class="lead">{lead}</p></header>',

@@ -1,6 +1,6 @@
-"""`calls.jsonl`: when each call of a run with a graph ran, on which workers, and what share of the time they idled.
+"""`calls.jsonl`: time and workers of each call of a graph, and the idle share of the workers.
 
-A resumed run drops the lines of steps that it redoes.
+A resumed run drops the lines of steps that it repeats.
 """
 
 import json

@@ -11,6 +11,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial, partialmethod
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from arealite.api.errors import CheckpointError, GroupLostError
-from arealite.api.io_struct import FinetuneSpec, FrozenWeights, ParamSpec, SaveLoadMeta, WeightUpdateMeta
+from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from arealite.core.batch import Column, RemoteBatch, fetch
 from arealite.core.group import Task, WorkerGroup
 from arealite.core.worker import Call, Outcome, Redo, RoleName, Run
@@ -33,6 +34,33 @@ from arealite.utils.network import hold_port, port_of
 
 _POLL_S = 0.5
 _UPLOAD_TIMEOUTS = 2  # timeouts of an update within which workers must send: one to meet the servers, one to send
+
+
+def _begin_to_write(engine: Any, folder: str) -> None:
+    """Start to write the state in a thread of this rank."""
+    engine.written = start_thread(engine.write_state, folder)
+
+
+def _written(engine: Any) -> Any:
+    """Return the files or the error of a finished write, None while it runs."""
+    if not hasattr(engine, "written"):
+        return GroupLostError(
+            "a checkpoint must keep its workers: they were replaced. The next checkpoint will be complete."
+        )
+    return (engine.written.exception() or engine.written.result()) if engine.written.done() else None
+
+
+def _meeting_point(engine: Any, toward: str) -> tuple[str, int, bool]:
+    """Hold a port at the address of this node that `toward` can reach, until the next call."""
+    address = meeting_address(toward)
+    engine.held_port = hold_port(address)  # this closes the previous port
+    return address, port_of(engine.held_port), torch.cuda.is_available()
+
+
+def _upload(engine: Any, meta: WeightUpdateMeta) -> dict[str, str]:
+    """Send the weights and return the fingerprints that rank 0 computed."""
+    engine.upload_weights(meta)
+    return meta.fingerprints
 
 
 class Scatterer(Protocol):
@@ -76,11 +104,6 @@ class RemoteEngine:
         return dist.group.WORLD
 
     @property
-    def num_changes(self) -> int:
-        """The number of changes of the weights."""
-        return int(self._value("num_changes"))
-
-    @property
     def num_threads(self) -> int:
         return self.group.spec.num_threads
 
@@ -94,23 +117,11 @@ class RemoteEngine:
         """Return the version of the weights."""
         return self._version
 
-    def save(self, meta: SaveLoadMeta) -> None:
-        """Write a Hugging Face checkpoint."""
-        self._value("save", meta)
-
     def load(self, meta: SaveLoadMeta) -> None:
         """Read a Hugging Face checkpoint."""
         self._value("load", meta, redo="always" if self.config.optimizer is None else "in_step")
 
     # Checkpoints, as `CheckpointedEngine` has them
-
-    def keep_rng(self) -> None:
-        """Keep the states of the random generators of every worker."""
-        self._value("keep_rng", redo="in_step")
-
-    def keep_state(self) -> None:
-        """Copy the shards of every worker to host memory."""
-        self._value("keep_state", redo="in_step")
 
     def write_state(self, folder: str) -> dict[str, FileEntry]:
         """Write the kept state on the workers, in parallel to later calls, and wait (in a thread of the master)."""
@@ -184,28 +195,6 @@ class RemoteEngine:
         heartbeat.tick()
         return outcome
 
-    def compute_logprobs(self, batch: RemoteBatch, *, whole: bool = False) -> Column:
-        """Return the pending logprobs of every token under the current weights."""
-        return self.call("compute_logprobs", batch, output="logprobs", keys=TOKENS, whole=whole)
-
-    compute_logp = compute_logprobs
-
-    def compute_values(self, batch: RemoteBatch) -> Column:
-        """Return the pending values of every token (critic)."""
-        return self.call("compute_values", batch, output="values", keys=TOKENS[:2])
-
-    def compute_advantages(self, batch: RemoteBatch) -> None:
-        """Add advantages, and for a critic returns and their mask, to the batch."""
-        self.call("compute_advantages", batch)
-
-    def ppo_update(self, batch: RemoteBatch) -> dict[str, float]:
-        """Take the optimizer steps of one batch, and return metrics."""
-        return self.call("ppo_update", batch)
-
-    def describe(self, batch: RemoteBatch) -> dict[str, float]:
-        """Return the metrics of the batch."""
-        return self.call("describe", batch)
-
     def updates_of(self, batch: RemoteBatch) -> list[Update]:
         """Return the per-token numbers of each worker for the batch of the last update."""
         task = self.submit(update_of, batch, KEYS, redo="until_done")
@@ -213,23 +202,6 @@ class RemoteEngine:
         return [outcome.value for outcome in task.values.result() if outcome.value is not None]
 
     # Weights
-
-    def get_param_specs(self, weight_chunked_mem_mb: int = 1024, num_senders: int | None = 1) -> list[list[ParamSpec]]:
-        """Return name, full shape and dtype of every tensor in send order, in buckets, and who sends it."""
-        return self._value("get_param_specs", weight_chunked_mem_mb, num_senders)
-
-    def fingerprint(self) -> str:
-        """Return a checksum of the parameters."""
-        return str(self._value("fingerprint"))
-
-    @property
-    def frozen_weights(self) -> FrozenWeights | None:
-        """The weights that training never changes, with LoRA."""
-        return self._value("frozen_weights")
-
-    def meeting_point(self, toward: str) -> tuple[str, int, bool]:
-        """Return the address and port where rank 0 will listen for servers on `toward`, and True for a GPU."""
-        return self._value(_meeting_point, toward)
 
     @property
     def transfer_group(self) -> str:
@@ -256,29 +228,19 @@ class RemoteEngine:
         """Run a method without a batch on every rank and return rank 0's value; `redo` is that of a Call."""
         return self.wait(self.submit(run, args=args, kwargs=kwargs, redo=redo)).value
 
+    # Methods that only run on the workers: see the engine's class
 
-def _begin_to_write(engine: Any, folder: str) -> None:
-    """Start to write the state in a thread of this rank."""
-    engine.written = start_thread(engine.write_state, folder)
-
-
-def _written(engine: Any) -> Any:
-    """Return the files or the error of a finished write, None while it runs."""
-    if not hasattr(engine, "written"):
-        return GroupLostError(
-            "a checkpoint must keep its workers: they were replaced. The next checkpoint will be complete."
-        )
-    return (engine.written.exception() or engine.written.result()) if engine.written.done() else None
-
-
-def _meeting_point(engine: Any, toward: str) -> tuple[str, int, bool]:
-    """Hold a port at the address of this node that `toward` can reach, until the next call."""
-    address = meeting_address(toward)
-    engine.held_port = hold_port(address)  # this closes the previous port
-    return address, port_of(engine.held_port), torch.cuda.is_available()
-
-
-def _upload(engine: Any, meta: WeightUpdateMeta) -> dict[str, str]:
-    """Send the weights and return the fingerprints that rank 0 computed."""
-    engine.upload_weights(meta)
-    return meta.fingerprints
+    compute_logprobs = partialmethod(call, "compute_logprobs", output="logprobs", keys=TOKENS)
+    compute_logp = compute_logprobs
+    compute_values = partialmethod(call, "compute_values", output="values", keys=TOKENS[:2])
+    compute_advantages = partialmethod(call, "compute_advantages")
+    ppo_update = partialmethod(call, "ppo_update")
+    describe = partialmethod(call, "describe")
+    save = partialmethod(_value, "save")
+    keep_rng = partialmethod(_value, "keep_rng", redo="in_step")
+    keep_state = partialmethod(_value, "keep_state", redo="in_step")
+    num_changes = property(partial(_value, run="num_changes"))
+    frozen_weights = property(partial(_value, run="frozen_weights"))
+    fingerprint = partialmethod(_value, "fingerprint")
+    get_param_specs = partialmethod(_value, "get_param_specs")
+    meeting_point = partialmethod(_value, _meeting_point)

@@ -262,15 +262,15 @@ class RolloutWorkers:
         self._view = view
         timeout_s = min(_FOLLOW_S, _FOLLOW_SHARE * view.update_timeout_s)
 
-        async def obeyed(worker: _Worker) -> None:
+        async def follow(worker: _Worker) -> None:
             try:
                 async with asyncio.timeout(timeout_s):
                     await worker.actor.follow.remote(self._view)
             except (RayError, TimeoutError) as error:
                 self._replace(worker, error)
 
-        with heartbeat.waiting("rollout workers to obey", on="rollout"):
-            await asyncio.gather(*(obeyed(worker) for worker in self._ready()))
+        with heartbeat.waiting("rollout workers to follow", on="rollout"):
+            await asyncio.gather(*(follow(worker) for worker in self._ready()))
         self._check()
 
     async def run(self, episode: Episode) -> Outcome:
@@ -314,13 +314,13 @@ class RolloutWorkers:
         if self._num_lost > self._spec.max_restarts:
             self._end(
                 GroupLostError(
-                    f"rollout workers must stay: got {what}, after {self._spec.max_restarts} restarts since the last "
-                    "checkpoint (workers.restarts). Look at its log."
+                    f"rollout workers must not be lost: got {what}, after {self._spec.max_restarts} restarts since the "
+                    "last checkpoint (workers.restarts). Look at its log."
                 )
             )
             return
-        logger.warning("%s; they are issued again", what)
-        self._note_incident(f"rollout worker {what}; another one takes its place, and they are issued again")
+        logger.warning("%s; its episodes are issued again", what)
+        self._note_incident(f"rollout worker {what}; a new worker replaces it, and its episodes are issued again")
         self._tasks.start(self._bring(worker.name))
 
     def _end(self, error: BaseException) -> None:

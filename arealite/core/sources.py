@@ -66,7 +66,7 @@ class Episodes:
 
     @property
     def clocks(self) -> dict[str, Any]:
-        """What a checkpoint must hold besides engines and data set."""
+        """State of a checkpoint besides engines and data loader."""
         return {"evaluator": self.evaluator}
 
     def collect(self) -> Any:
@@ -78,7 +78,7 @@ class Episodes:
         return self.evaluator.evaluate(self.rollout, step, force=force)
 
     def publish(self, engine: Any, version: int) -> None:
-        """Give every server the weights of an engine."""
+        """Send the weights of an engine to every server."""
         publish_weights(engine, self.rollout, version=version)
 
     def metrics(self) -> Mapping[str, float]:
@@ -106,7 +106,7 @@ class Rows:
 
     @property
     def clocks(self) -> dict[str, Any]:
-        """What a checkpoint must hold besides engines and data set."""
+        """State of a checkpoint besides engines and data loader."""
         return {"evaluation": self._evaluation}
 
     def collect(self) -> Any:
@@ -120,7 +120,7 @@ class Rows:
         return {"eval/loss": engine.call("evaluate_lm", self._hand_out(self._valid_batch))}
 
     def publish(self, engine: Any, version: int) -> None:
-        """Advance the version of the weights, which nobody serves."""
+        """Set the version of the weights; there are no servers."""
         engine.set_version(version)
 
     def metrics(self) -> Mapping[str, float]:

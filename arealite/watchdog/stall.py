@@ -3,24 +3,32 @@
 A run is stalled if no process has made progress for `timeout_s`. Until every process has made its first progress, their
 output counts as progress too, and the start may take `setup_timeout_s`.
 
+A stuck process need not cooperate: the kernel knows its state, and a signal handler in C writes its stacks
+(`utils.heartbeat`). Durations are in seconds up to now.
+
 In a stall almost every process waits for another. The first of `RULES` that matches names the culprit; the last
 always matches.
 """
 
 import asyncio
 import json
+import os
+import re
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from arealite.api.script import users_line
+from arealite.api.script import SourceLine, users_line
 from arealite.utils.files import free_space
-from arealite.watchdog.evidence import Evidence, Process, collect, read_heartbeats, stacks_of
+from arealite.utils.heartbeat import STACKS_SIGNAL
+from arealite.utils.processes import catches, identity, machine, send_signal
 
+_STACKS_S = 1.0
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?+) in (?P<function>.*)$')
 _SILENT_S = 5.0  # heartbeats come twice a second
 _NO_GIL = "holds the GIL in C code", "Call that code in another process."
 _HALTED = {
@@ -28,6 +36,117 @@ _HALTED = {
     psutil.STATUS_TRACING_STOP: ("is held by a debugger (state t)", "Continue it in the debugger."),
     psutil.STATUS_DISK_SLEEP: ("is stuck in the kernel (state D)", "Look at the disk and at its network mounts."),
 }
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A wait of a thread: its subject, its kind (`heartbeat.WaitsOn`), and the process it waits for, if any."""
+
+    what: str
+    on: str | None
+    for_s: float
+    is_main: bool
+    pid: int | None = None
+
+
+@dataclass(frozen=True)
+class Process:
+    """A living process, as its last heartbeat describes it."""
+
+    name: str
+    pid: int
+    count: int | None = None  # of its progress; None has no heartbeat
+    moved_s: float = 0.0
+    silent_s: float = 0.0  # since the heartbeat; 0 on other nodes, whose clocks differ
+    waits: tuple[Wait, ...] = ()
+    reports: Mapping[str, Any] = field(default_factory=dict)
+    state: str = ""  # psutil's name for it; empty on other nodes, as are stacks
+    stacks: str = ""  # faulthandler's text
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.pid})"
+
+    @property
+    def wait(self) -> Wait | None:
+        """The wait of the main thread."""
+        return next((wait for wait in self.waits if wait.is_main), None)
+
+    @property
+    def main_stack(self) -> list[SourceLine]:
+        """The stack of the main thread, innermost line first."""
+        return (stacks_of(self.stacks) or [[]])[-1]
+
+    @property
+    def line(self) -> SourceLine | None:
+        """The innermost line of user code in the main thread, or else its innermost line."""
+        return users_line(self.main_stack) or next(iter(self.main_stack), None)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    stalled_s: float
+    processes: Sequence[Process]
+    expected: Sequence[str] = ()  # names of the processes that must have a heartbeat
+
+    @property
+    def beating(self) -> list[Process]:
+        """The processes that have a heartbeat."""
+        return [process for process in self.processes if process.count is not None]
+
+
+def read_heartbeats(folder: Path, name: str = "*") -> list[Process]:
+    """Return the living processes that have a heartbeat; those of other nodes count as alive."""
+    processes = []
+    for path in sorted(folder.glob(f"{name}.*.json")):
+        *_, node, started, _ = path.name.split(".")
+        is_here = node == machine()
+        if is_here and started != identity(int(started.partition("-")[0])):
+            continue
+        try:
+            state = json.loads(path.read_bytes())
+        except OSError:  # NFS may have lost a file that another node replaces
+            continue
+        published, waits = state.pop("published"), tuple(Wait(**wait) for wait in state.pop("waits"))
+        silent_s = time.monotonic() - published if is_here else 0.0
+        processes.append(Process(**state, waits=waits, silent_s=silent_s))
+    return processes
+
+
+def collect(folder: Path, expected: Sequence[str], *, stalled_s: float) -> Evidence:
+    """Return the living processes that have a heartbeat or write their stacks, the latter with their stacks."""
+    processes = {(process.name, process.pid): process for process in read_heartbeats(folder)}
+    stacks = {}
+    for path in folder.glob("*.stacks"):
+        name, started, _ = path.name.rsplit(".", 2)
+        pid = int(started.partition("-")[0])
+        if started == identity(pid) and catches(pid, STACKS_SIGNAL):  # the signal would end another process
+            stacks[name, pid] = path
+            os.truncate(path, 0)
+            send_signal(pid, STACKS_SIGNAL)
+    time.sleep(_STACKS_S)
+    for key, path in stacks.items():
+        process = processes.get(key, Process(*key))
+        processes[key] = replace(process, state=_state(process.pid), stacks=path.read_text(errors="replace"))
+    return Evidence(stalled_s, list(processes.values()), expected)
+
+
+def stacks_of(text: str) -> list[list[SourceLine]]:
+    """Parse faulthandler's text: the stack of each thread, innermost line first; the main thread's is last."""
+    stacks: list[list[SourceLine]] = []
+    for row in text.splitlines():
+        if row.endswith("(most recent call first):"):
+            stacks.append([])
+        elif (frame := _FRAME.match(row)) and stacks:
+            line = int(frame["line"]) if frame["line"].isdigit() else 0
+            stacks[-1].append(SourceLine(frame["file"], line, frame["function"]))
+    return stacks
+
+
+def _state(pid: int) -> str:
+    try:
+        return psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
+        return "gone"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +243,7 @@ def _not_begun(evidence: Evidence) -> Verdict | None:
 
 
 def _episodes(evidence: Evidence) -> Verdict | None:
-    """The reason why episodes do not end for which a trainer waits: their loop is blocked, or what they await."""
+    """The reason why a trainer waits for episodes: their event loop is blocked, or the await of the oldest episode."""
     if not any(process.wait and process.wait.on == "rollout" for process in evidence.beating):
         return None
     for process, loop in _reports(evidence, "loop "):
@@ -153,8 +272,8 @@ def _episodes(evidence: Evidence) -> Verdict | None:
     return None
 
 
-def _waits_for_nobody(evidence: Evidence) -> Verdict:
-    """The process that waits for nobody, or else the process that has waited longest."""
+def _longest_wait(evidence: Evidence) -> Verdict:
+    """The process that does not wait for another, or else the process that has waited longest."""
 
     def order(process: Process) -> tuple[bool, bool, bool, float]:
         in_collective = any("/torch/distributed/" in line.file for line in process.main_stack[:8])
@@ -167,7 +286,7 @@ def _waits_for_nobody(evidence: Evidence) -> Verdict:
     return Verdict(str(process), _doing(process), _for_s(process), "Its stacks are in the evidence.")
 
 
-RULES: tuple[Callable[[Evidence], Verdict | None], ...] = (_silent, _not_begun, _episodes, _waits_for_nobody)
+RULES: tuple[Callable[[Evidence], Verdict | None], ...] = (_silent, _not_begun, _episodes, _longest_wait)
 
 
 def _reports(evidence: Evidence, prefix: str) -> list[tuple[Process, Any]]:

@@ -15,7 +15,7 @@ import pytest
 
 from arealite.utils import heartbeat
 from arealite.utils.processes import catches
-from arealite.watchdog.evidence import Process, collect, read_heartbeats, stacks_of
+from arealite.watchdog.stall import Process, collect, read_heartbeats, stacks_of
 
 PRELUDE = "import os, sys, threading, time\nfrom arealite.utils import heartbeat\n"
 

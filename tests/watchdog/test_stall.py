@@ -7,8 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from arealite.watchdog.evidence import Evidence, Process, Wait, stacks_of
-from arealite.watchdog.stall import Verdict, judge
+from arealite.watchdog.stall import Evidence, Process, Verdict, Wait, judge, stacks_of
 
 MAIN = 0x7F01
 
