@@ -193,20 +193,11 @@ class WorkerGroup:
             self._forget(task)
             task.fail(error)
             return
-        self._record(
-            CallRecord(
-                step=task.step,
-                call=call.name,
-                role=call.role,
-                group=self.spec.name,
-                begin=begin,
-                end=time.time(),
-                moved_mib=sum(outcome.num_bytes for outcome in outcomes) / 2**20,
-                attempt=task.num_attempts,
-                machines=world.machines,
-            )
-        )
-        task.state = CallState("replayed" if task.num_attempts > 1 else "done", begin, time.time())
+        end, attempt = time.time(), task.num_attempts
+        moved_mib = sum(outcome.num_bytes for outcome in outcomes) / 2**20
+        name = self.spec.name
+        self._record(CallRecord(task.step, call.name, call.role, name, begin, end, moved_mib, attempt, world.machines))
+        task.state = CallState("replayed" if attempt > 1 else "done", begin, end)
         task.is_done = True
         if call.redo in ("never", "until_done"):
             self._forget(task)

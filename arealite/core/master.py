@@ -176,21 +176,17 @@ class Master:
         progress.incidents = self.workers.incidents
 
         def write() -> None:
-            tasks = [*self._tasks.items()]  # the loop adds tasks concurrently
-            progress.states = {name: task.state for name, task in tasks}
-            progress.machines = {group.spec: group.machines for group in self.workers.groups}
-            write_page(RunFolder(self.config), progress, now=time.time())
+            while not progress.is_finished:
+                progress.is_finished = is_over.wait(_PAGE_S)
+                tasks = [*self._tasks.items()]  # the loop adds tasks concurrently
+                progress.states = {name: task.state for name, task in tasks}
+                progress.machines = {group.spec: group.machines for group in self.workers.groups}
+                write_page(RunFolder(self.config), progress, now=time.time())
 
-        def keep_writing() -> None:
-            while not is_over.wait(_PAGE_S):
-                write()
-
-        thread = threading.Thread(target=keep_writing, name="arealite-page", daemon=True)
+        thread = threading.Thread(target=write, name="arealite-page", daemon=True)
         thread.start()
         try:
             yield
         finally:
             is_over.set()
-            thread.join(_PAGE_S)
-            progress.is_finished = True
-            write()
+            thread.join()

@@ -195,6 +195,17 @@ def test_the_object_store_and_the_master_keep_nothing_of_300_steps(master: Maste
     assert bytes_before > BATCH_BYTES / 2, "batches lie in the store"
 
 
+def test_batches_of_a_step_that_never_ends_do_not_fill_the_store(master: Master) -> None:
+    """As in a loop that evaluates, and does not train."""
+    for step in range(60):
+        batch = master.workers.scatter(new_batch(step))
+        master.workers.fetch(master.engines["actor"].call("echo", batch, output="more"), batch)
+    deadline = time.monotonic() + 60.0
+    while stored_bytes() > 40 * BATCH_BYTES / 2:  # two keys of the source and one made are 3 of the 5 keys
+        assert time.monotonic() < deadline, stored_bytes()
+        time.sleep(0.1)  # Ray frees what nobody refers to once a second
+
+
 def stored_bytes() -> int:
     """Return the bytes of the objects in Ray's store."""
     state = ray._private.state.state
