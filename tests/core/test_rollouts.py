@@ -258,7 +258,7 @@ def test_what_a_worker_learns_of_servers_reaches_the_master(connect: Connect) ->
     server.holds_at = 0
     kill_a_worker()
     engine.set_version(2)
-    with pytest.raises(RuntimeError, match="rollout workers must stay") as raised:
+    with pytest.raises(RuntimeError, match="rollout workers must not be lost") as raised:
         engine.prepare_batch(data, SAMPLING())
     assert isinstance(raised.value.__cause__, GroupLostError)
 
