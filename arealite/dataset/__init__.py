@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from arealite.api.cli_args import BaseExperimentConfig, DatasetConfig
-from arealite.dataset.mixture import Mixture, names_of, other_sources, weights_of
+from arealite.dataset.loader import Mixture, names_of, other_sources, weights_of
 from arealite.dataset.prepare import Tools, prepare_rows
 from arealite.dataset.rows import ListRows, Row, Rows
 from arealite.dataset.sources import MissingSplitError, is_one_file, read_rows

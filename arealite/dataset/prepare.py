@@ -21,8 +21,7 @@ from datasets.exceptions import DatasetGenerationError
 from arealite import chat
 from arealite.api.config.data import PAIRS, DatasetConfig
 from arealite.chat.template import prompt_tokens
-from arealite.dataset.convert import demonstrations, pair_of, with_messages
-from arealite.dataset.images import expanded, images_of, with_known_keys
+from arealite.dataset.convert import demonstrations, expanded, images_of, pair_of, with_known_keys, with_messages
 from arealite.dataset.rows import CHUNK, ArrowRows, Row, Rows, checksum_of, digest_of, digest_of_row
 from arealite.utils import heartbeat
 from arealite.utils.files import free_space

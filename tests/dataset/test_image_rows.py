@@ -7,7 +7,7 @@ from testing_images import picture, write_model
 
 from arealite.api.cli_args import DatasetConfig, SFTConfig, load_expr_config
 from arealite.dataset import get_custom_dataset, load_datasets
-from arealite.dataset.images import KNOWN, show, with_known_keys
+from arealite.dataset.convert import KNOWN, show, with_known_keys
 from arealite.dataset.loader import PromptLoader, sft_batches
 from arealite.dataset.rows import ListRows, Rows
 from arealite.utils.hf import load_hf_tokenizer, load_image_processor

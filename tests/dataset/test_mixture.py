@@ -17,8 +17,7 @@ from arealite.api.config.data import SourceConfig
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import PromptId
 from arealite.dataset import load_datasets
-from arealite.dataset.loader import PromptLoader
-from arealite.dataset.mixture import Mixture, names_of
+from arealite.dataset.loader import Mixture, PromptLoader, names_of
 from arealite.dataset.rows import ListRows, Rows
 from arealite.utils.hf import load_hf_tokenizer
 

@@ -36,8 +36,7 @@ from arealite.api.errors import (
     UnreachableError,
 )
 from arealite.api.io_struct import ModelRequest, PromptId
-from arealite.dataset.loader import PromptLoader
-from arealite.dataset.mixture import Mixture
+from arealite.dataset.loader import Mixture, PromptLoader
 from arealite.dataset.rows import ListRows, Rows
 from arealite.rollout import executor as executor_module
 from arealite.rollout.account.audit import audit
