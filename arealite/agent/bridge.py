@@ -7,6 +7,7 @@ template writes, as stock servers do.
 """
 
 import contextlib
+import operator
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ class NextPrompt:
     branch: Literal["edited", "template", "tools"] | None
     """Reason why the ids do not continue the newest turn of the conversation."""
     counts: Counter[str] = field(default_factory=Counter, repr=False)
-    """Of the run."""
+    """The counts of the run."""
 
 
 class Bridge(ChatModel):
@@ -114,22 +115,20 @@ class Bridge(ChatModel):
     def _plain(self, run: Run, messages: list[Message], parent: Turn | None) -> list[Message]:
         """Count control tokens in messages that the model did not write, and break them up if the policy says so."""
         num_known = len(parent.conversation) if parent else 0
-        plain = [one if one["role"] == "assistant" else self._without_control(one) for one in messages]
-        run.counts["special_text"] += sum(
-            one is not other for one, other in zip(messages[num_known:], plain[num_known:])
-        )
+        plain = [message if message["role"] == "assistant" else self._without_control(message) for message in messages]
+        run.counts["special_text"] += sum(map(operator.is_not, messages[num_known:], plain[num_known:]))
         return plain if self.special_text == "break" else messages
 
     def _without_control(self, message: Message) -> Message:
         """Return the message, or a copy with the texts of control tokens broken up."""
         content = message.get("content")
-        found = [text for text in self.chat.special.values() if any(text in one for one in texts_of(message))]
-        for text in found:
+        controls = [text for text in self.chat.special.values() if any(text in part for part in texts_of(message))]
+        for text in controls:
             broken = text[:1] + _JOINER + text[1:]
             if isinstance(content, str):
                 content = content.replace(text, broken)
             elif content is not None:
                 content = [
-                    {**one, "text": one["text"].replace(text, broken)} if "text" in one else one for one in content
+                    part | {"text": part["text"].replace(text, broken)} if "text" in part else part for part in content
                 ]
-        return {**message, "content": content} if found else message
+        return {**message, "content": content} if controls else message

@@ -66,7 +66,7 @@ def certify_turns(tokenizer: Any, *, enable_thinking: bool) -> dict[str, Outcome
 
 def by_mode(tokenizer: Any) -> Iterator[tuple[str, dict[str, Outcome]]]:
     """Yield the certificate by thinking mode; one row without a name if both modes are equal."""
-    off, on = (certify_turns(tokenizer, enable_thinking=one) for one in (False, True))
+    off, on = (certify_turns(tokenizer, enable_thinking=thinks) for thinks in (False, True))
     yield from [("", off)] if off == on else [("without thinking", off), ("thinking", on)]
 
 

@@ -19,7 +19,6 @@ from aiohttp import web
 from arealite.agent.session import Delivery, Session
 from arealite.agent.wire.base import RefusedError, Wire
 from arealite.agent.wire.chat import Chat
-from arealite.agent.wire.completions import Completions
 from arealite.agent.wire.messages import Messages
 from arealite.agent.wire.responses import Responses
 from arealite.rollout.event_loop import EventLoopThread
@@ -28,8 +27,8 @@ from arealite.utils.http_server import HttpServer
 logger = logging.getLogger("arealite.agent")
 
 MAX_BODY_BYTES = 64 * 2**20
-_CHAT, _COMPLETIONS, _RESPONSES, _MESSAGES = Chat(), Completions(), Responses(), Messages()
-_WIRES = {"chat/completions": _CHAT, "completions": _COMPLETIONS, "responses": _RESPONSES, "messages": _MESSAGES}
+_CHAT, _MESSAGES = Chat(), Messages()
+_WIRES = {"chat/completions": _CHAT, "responses": Responses(), "messages": _MESSAGES}
 _PREFIXES = ("/v1", "/v1/v1", "/s/{key}/v1", "/s/{key}/v1/v1")  # Anthropic's package adds a second /v1
 _NUM_ENDED = 100_000  # ended runs whose late requests get 409
 _NEVER_AGAIN = {"x-should-retry": "false"}
@@ -48,7 +47,7 @@ class Proxy:
         self._heartbeat_s = heartbeat_s
         self._sessions: dict[str, tuple[Session, bool]] = {}  # session by key, and whether its samples are trained on
         self._ended: OrderedDict[str, None] = OrderedDict()
-        self._told: set[str] = set()
+        self._warned: set[str] = set()  # names of ignored parameters
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         for prefix in _PREFIXES:
             for path, wire in _WIRES.items():
@@ -62,8 +61,8 @@ class Proxy:
         self.loop = EventLoopThread("arealite-proxy", what="loop of the proxy")
         self.loop.closers.append(self._server.close)
         self.port = self.loop.run(self._server.start(host, port))
-        here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        self.address = f"http://{f'[{here}]' if ':' in here else here}:{self.port}"
+        local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        self.address = f"http://{f'[{local}]' if ':' in local else local}:{self.port}"
         """URL for processes of this node."""
 
     async def open(self, session: Session) -> None:
@@ -89,9 +88,9 @@ class Proxy:
         while len(self._ended) > _NUM_ENDED:
             self._ended.popitem(last=False)
         ignored = {name.removeprefix("ignored/") for name in session.counts if name.startswith("ignored/")}
-        if names := ", ".join(sorted(ignored - self._told)):
+        if names := ", ".join(sorted(ignored - self._warned)):
             logger.warning("agents ask for %s, which changes nothing: gconfig says how completions are sampled", names)
-            self._told |= ignored
+            self._warned |= ignored
 
     # Requests
 
@@ -115,9 +114,8 @@ class Proxy:
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
         # The path names the run; the headers may hold its other key.
         keys = (bearer, request.headers.get("x-api-key", ""), request.match_info.get("key", ""))
-        found = [self._sessions[key] for key in keys if key in self._sessions]
-        if found:
-            return found[0]
+        if sessions := [self._sessions[key] for key in keys if key in self._sessions]:
+            return sessions[0]
         if any(key in self._ended for key in keys):
             raise RefusedError(_LATE, "run_ended", 409)
         advice = "Send the api_key that the agent was given."
@@ -149,9 +147,7 @@ class Proxy:
         try:
             whole = _written(wire, delivery, is_streamed=is_streamed)
         except RefusedError as error:
-            if (
-                response is not None and not is_streamed
-            ):  # its status is sent already: the client gets the error when it asks again
+            if response is not None and not is_streamed:  # its status is sent; a retry gets the error
                 assert request.transport is not None
                 request.transport.abort()
                 raise ConnectionResetError from error

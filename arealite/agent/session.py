@@ -89,8 +89,8 @@ class Session:
     def deliver(self, wire: Wire, raw: bytes, body: dict[str, Any], *, is_retry: bool, is_trained: bool) -> Delivery:
         """Return the delivery of a request: a pending one of the same request or a new one. Raises RefusedError."""
         key = hashlib.blake2b(f"{wire.prefix}{is_trained}".encode() + raw).digest()
-        same = self._deliveries[key] = [one for one in self._deliveries[key] if not one.is_over]
-        lost = [one for one in same if not (one.num_clients or one.num_delivered)]
+        same = self._deliveries[key] = [delivery for delivery in self._deliveries[key] if not delivery.is_over]
+        lost = [delivery for delivery in same if not (delivery.num_clients or delivery.num_delivered)]
         if lost or (is_retry and same):
             self.counts["retries"] += 1
             delivery = (lost or same)[-1]
@@ -131,7 +131,7 @@ class Session:
 
     def close(self) -> None:
         """End the run: later requests change nothing, undelivered turns are discarded."""
-        for delivery in [one for same in self._deliveries.values() for one in same]:
+        for delivery in [delivery for same in self._deliveries.values() for delivery in same]:
             if not delivery.num_delivered:
                 self._forget(delivery)
         self.is_open = False
@@ -148,7 +148,7 @@ class Session:
         delivery.task.cancel()
         self._answers.pop(delivery.answer_id, None)
         self.counts["orphans"] += 1
-        self.model.tokenizing.submit(self.run.discard, delivery.answer_id)  # the thread in which turns are added
+        self.model.tokenizing.submit(self.run.discard, delivery.answer_id)  # the thread that adds turns
 
     async def _answer(self, call: Call, answer_id: str, *, is_trained: bool) -> Answer:
         prompt = await self.tokenized(self._prompt, call, self._parent(call))
@@ -169,10 +169,7 @@ class Session:
 
     def _prompt(self, call: Call, parent: Turn | None) -> NextPrompt:
         try:
-            if call.prompt is not None:
-                prompt = self._continuation(call.prompt)
-            else:
-                prompt = self.model.bridge.prompt(self.run, call.messages, call.tools, parent=parent)
+            prompt = self.model.bridge.prompt(self.run, call.messages, call.tools, parent=parent)
         except ValueError as error:
             raise RefusedError(str(error), code="invalid_prompt") from error
         if prompt.parent is not None:
@@ -187,24 +184,6 @@ class Session:
             counter.clear()
             counter.update(old)
         return len(prompt.ids)
-
-    def _continuation(self, prompt: str | list[int]) -> NextPrompt:
-        """Return the prompt of a completion; its parent is the longest turn that is a prefix of its text or ids."""
-        tokenizer, turns = self.model.tokenizer, sorted(self.run.turns, key=lambda turn: -len(turn.ids))
-        if isinstance(prompt, list):
-            parent = next((turn for turn in turns if prompt[: len(turn.ids)] == turn.ids), None)
-            new = prompt[len(parent.ids) if parent else 0 :]  # sampled ids may be unknown to the tokenizer
-            if unknown := [token for token in new if not 0 <= token < len(tokenizer)]:
-                raise ValueError(
-                    f"prompt must have ids of the tokenizer, from 0 to {len(tokenizer) - 1}: got {unknown[0]}. "
-                    "Use the model's own tokenizer."
-                )
-            return NextPrompt(prompt, tokenizer.decode(prompt), parent, None)
-        for turn in turns:
-            if prompt.startswith(text := tokenizer.decode(turn.ids)):
-                rest = tokenizer(prompt[len(text) :], add_special_tokens=False)["input_ids"]
-                return NextPrompt(turn.ids + rest, prompt, turn, None)
-        return NextPrompt(list(tokenizer(prompt)["input_ids"]), prompt, None, None)
 
     def _requests(self, call: Call, prompt: NextPrompt) -> list[ModelRequest]:
         """Build the engine requests within the limits of the run."""
@@ -249,8 +228,7 @@ class Session:
     def _add(self, turn_id: str, call: Call, prompt: NextPrompt, response: ModelResponse, is_trained: bool) -> Turn:
         """Add the turn of a response to the run."""
         raw_text, message = self.model.bridge.parse(response, prompt, call.tools)
-        messages = call.messages or [{"role": "prompt", "content": prompt.text}]
-        texts = (prompt.text, raw_text, messages, message)
+        texts = (prompt.text, raw_text, call.messages, message)
         turn = Turn(turn_id, prompt.parent, response, *texts, is_trained=is_trained, tools=call.tools)
         self.run.add(turn)
         return turn

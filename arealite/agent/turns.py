@@ -117,12 +117,12 @@ class Run:
         Null equals "", the order of keys and call ids are ignored, and reasoning is compared only if it was sent.
         """
         for length, digest in reversed(list(enumerate(digests(messages), start=1))):
-            found = [turn for turn in self._by_digest.get(digest, ()) if _same_thoughts(turn, messages[length - 1])]
-            if found:
+            equal = [turn for turn in self._by_digest.get(digest, ()) if _same_thoughts(turn, messages[length - 1])]
+            if equal:
                 ids = _call_ids(messages[length - 1])
-                named = [turn for turn in found if ids and _call_ids(turn.message) == ids]
-                self.counts["ambiguous_parents"] += len(named or found) > 1
-                return (named or found)[-1]
+                candidates = [turn for turn in equal if ids and _call_ids(turn.message) == ids] or equal
+                self.counts["ambiguous_parents"] += len(candidates) > 1
+                return candidates[-1]
         return None
 
     def is_known(self, messages: Sequence[Message]) -> bool:

@@ -72,8 +72,8 @@ class AgentWorkflow(RolloutWorkflow):
         if self._proxy is None:
             await in_thread(self._open)
         rows = await gathered(self._run(engine, data, sample) for sample in range(self.gconfig.n_samples))
-        kept = [one for one in rows if one is not None]
-        return concat_padded_tensors(kept) if len(kept) == len(rows) else None
+        accepted = [row for row in rows if row is not None]
+        return concat_padded_tensors(accepted) if len(accepted) == len(rows) else None
 
     def close(self) -> None:
         """Close the proxy and end the agents' loop and processes."""
@@ -99,10 +99,7 @@ class AgentWorkflow(RolloutWorkflow):
             await asyncio.shield(self._proxy.end(session))
         if reward is None:
             return None
-        return await session.tokenized(self._rows, session, reward, sample)
-
-    def _rows(self, session: Session, reward: Any, sample: int) -> TensorDict:
-        return rows_of(session, reward, sample, self.turn_discount)
+        return await session.tokenized(rows_of, session, reward, sample, self.turn_discount)
 
     async def _reward(self, session: Session, data: dict[str, Any]) -> Any:
         """Run the agent until it or its episode ends, and return its reward."""
@@ -157,7 +154,7 @@ def rows_of(session: Session, reward: Any, sample: int, turn_discount: float) ->
 def as_rewards(reward: Any, run: Run) -> tuple[float, dict[str, float]]:
     """Return the reward of a run and the rewards of its turns by id. Raises AgentError."""
     by_turn = reward if isinstance(reward, Mapping) else {}
-    numbers = list(by_turn.values()) if by_turn or isinstance(reward, Mapping) else [reward]
+    numbers = list(by_turn.values()) if isinstance(reward, Mapping) else [reward]
     try:
         numbers = [float(number) for number in numbers]
         total = math.fsum(numbers)

@@ -104,29 +104,12 @@ async def test_stop_strings_stay_in_the_tokens_and_out_of_the_text(tokenizer) ->
             model="m", messages=[{"role": "user", "content": "Count"}], stop=["two"]
         )
         assert chat.choices[0].message.content == "one " and chat.choices[0].finish_reason == "stop"
-        text = await client.completions.create(model="m", prompt="Count: ", stop="two")
-        assert text.choices[0].text == "one "
         async with anthropic_client(proxy, session) as other:
             message = await other.messages.create(
                 model="m", max_tokens=99, messages=[{"role": "user", "content": "Go"}], stop_sequences=["two"]
             )
         assert (message.stop_reason, message.stop_sequence, message.content[0].text) == ("stop_sequence", "two", "one ")
     assert ids_equal(session, model)
-
-
-@pytest.mark.parametrize("as_ids", [False, True])
-async def test_completions_continue_text_and_ids(tokenizer, as_ids) -> None:
-    model = ScriptedModel(lambda prompt: "4" if prompt.endswith("= ") else " dogs", tokenizer)
-    async with proxied(model) as (proxy, session), openai_client(proxy, session) as client:
-        first = await client.completions.create(model="m", prompt="2 + 2 = ", logprobs=1)
-        assert first.choices[0].text == "4" and first.choices[0].logprobs.tokens == ["4", "<|im_end|>"]
-        (turn,) = session.run.turns
-        more = tokenizer(" and cats", add_special_tokens=False)["input_ids"]
-        prompt = turn.ids + more if as_ids else tokenizer.decode(turn.ids) + " and cats"
-        pieces = [piece async for piece in await client.completions.create(model="m", prompt=prompt, stream=True)]
-        assert "".join(piece.choices[0].text for piece in pieces) == " dogs"
-    assert session.run.turns[1].parent is turn
-    assert model.responses[1].input_tokens == turn.ids + more
 
 
 async def respond(client, *, is_streamed, **options):
@@ -277,9 +260,6 @@ async def test_arguments_that_are_no_json_stay_text(model) -> None:
         ("chat/completions", {"messages": [{"role": "user"}], "n": 0}, "n must be from 1 to 128"),
         ("chat/completions", {"messages": [{"role": "user", "content": {"type": "text"}}]}, "content must be a text"),
         ("chat/completions", {"messages": [{"role": "user", "content": [IMAGE]}]}, "got a part of type 'image_url'"),
-        ("completions", {"prompt": ["a", "b"]}, "prompt must be one text"),
-        ("completions", {"prompt": [-1]}, "prompt must have ids of the tokenizer, from 0 to"),
-        ("completions", {"prompt": [1, 10**6]}, "prompt must have ids of the tokenizer, from 0 to"),
         ("responses", {"input": [{"type": "computer_call"}]}, "items of input must be"),
         ("responses", {"input": "a", "background": True}, "background must be left out"),
         ("messages", {"messages": [{"role": "assistant", "content": [{"type": "x"}]}]}, "assistant's blocks must be"),

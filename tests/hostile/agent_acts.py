@@ -108,9 +108,9 @@ async def _talks_after_junk(client: Client) -> float:
         with contextlib.suppress(aiohttp.ClientResponseError):
             await client.post("/chat/completions", data=body)
             return -1.0
-    for path in ("/messages", "/responses", "/completions", "/messages/count_tokens"):
+    for path in ("/messages", "/responses", "/messages/count_tokens"):
         with contextlib.suppress(aiohttp.ClientResponseError):
-            await client.post(path, json={"messages": [{"role": 5}], "input": {"x": 1}, "prompt": {}})
+            await client.post(path, json={"messages": [{"role": 5}], "input": {"x": 1}})
             return -1.0
     whole = _request(client, b'{"messages": []}')
     for cut in (5, len(whole) // 2, len(whole) - 1):

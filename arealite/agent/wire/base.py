@@ -41,8 +41,6 @@ class Call:
     body: dict[str, Any]
     messages: list[Message] = field(default_factory=list)
     tools: list[dict[str, Any]] | None = None
-    prompt: str | list[int] | None = None
-    """Text or token ids to continue, instead of messages."""
     max_tokens: int | None = None
     stop: list[str] = field(default_factory=list)
     n: int = 1
@@ -154,7 +152,7 @@ def read_stop(body: Mapping[str, Any], name: str) -> list[str]:
     """Return the given stop strings, one or several."""
     given = body.get(name) or []
     stop = [given] if isinstance(given, str) else given
-    if not isinstance(stop, list) or not all(isinstance(one, str) and one for one in stop):
+    if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
         raise RefusedError(f"{name} must be texts of at least one letter: got {given!r:.100}. Correct the request.")
     return stop
 

@@ -35,16 +35,16 @@ class Chat(Wire):
             }
             for index, turn in enumerate(answer.turns)
         ]
-        return head(answer, "chat.completion") | {"choices": choices, "usage": usage(answer)}
+        return _head(answer, "chat.completion") | {"choices": choices, "usage": _usage(answer)}
 
     def events(self, answer: Answer) -> Iterator[bytes]:
-        of_chunk = head(answer, "chat.completion.chunk")
+        head = _head(answer, "chat.completion.chunk")
         wants_usage = answer.call.wants_usage
         no_usage = {"usage": None} if wants_usage else {}
 
         def chunk(index: int, delta: dict[str, Any], **more: Any) -> bytes:
             choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None} | more
-            return base.event(of_chunk | {"choices": [choice]} | no_usage)
+            return base.event(head | {"choices": [choice]} | no_usage)
 
         for index, turn in enumerate(answer.turns):
             message = turn.message
@@ -61,12 +61,11 @@ class Chat(Wire):
                 yield chunk(index, {"tool_calls": [rest]})
             yield chunk(index, {}, finish_reason=_finish_reason(turn))
         if wants_usage:
-            yield base.event(of_chunk | {"choices": [], "usage": usage(answer)})
+            yield base.event(head | {"choices": [], "usage": _usage(answer)})
         yield b"data: [DONE]\n\n"
 
 
-def usage(answer: Answer) -> dict[str, int]:
-    """Return token counts under the names of OpenAI's completions."""
+def _usage(answer: Answer) -> dict[str, int]:
     given, sampled = answer.num_input, answer.num_output
     return {"prompt_tokens": given, "completion_tokens": sampled, "total_tokens": given + sampled}
 
@@ -117,6 +116,5 @@ def _logprobs(answer: Answer, index: int) -> dict[str, Any] | None:
     return {"content": content, "refusal": None}
 
 
-def head(answer: Answer, kind: str) -> dict[str, Any]:
-    """Return the common head of OpenAI's answers."""
+def _head(answer: Answer, kind: str) -> dict[str, Any]:
     return {"id": answer.id, "object": kind, "created": answer.created, "model": answer.call.model}

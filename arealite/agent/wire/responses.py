@@ -86,7 +86,7 @@ def _add(messages: list[Message], item: Message, num_before: int, find: Find) ->
         role = {"developer": "system"}.get(item["role"], item["role"])
         messages.append({"role": role, "content": base.joined(item["content"], text_types=_TEXTS)})
     elif kind == "item_reference":
-        referred = {one["id"]: one for one in _items(find(Responses.prefix + item["id"].split("_")[1]))}
+        referred = {output["id"]: output for output in _items(find(Responses.prefix + item["id"].split("_")[1]))}
         _add(messages, referred[item["id"]], num_before, find)
     elif kind in ("message", "function_call", "reasoning"):
         if len(messages) == num_before or messages[-1]["role"] != "assistant":
