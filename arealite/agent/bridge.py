@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from arealite.agent.turns import Run, Turn, continues
 from arealite.api.io_struct import ModelResponse
-from arealite.chat.text import Message, texts_of
+from arealite.chat.template import Message, texts_of
 from arealite.workflow.conversation import ChatModel
 
 _JOINER = "\u200b"  # zero-width space: breaks up the text of a control token

@@ -12,7 +12,7 @@ from transformers.utils import get_json_schema
 from arealite.agent.bridge import Bridge
 from arealite.agent.turns import Run, Turn
 from arealite.api.io_struct import ModelResponse
-from arealite.chat.text import Message
+from arealite.chat.template import Message
 
 Outcome = Literal["ok", "rewrites", "drops", "refuses", "-"]
 OUTCOMES: dict[Outcome, str] = {

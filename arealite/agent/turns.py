@@ -20,7 +20,7 @@ from tensordict import TensorDict
 
 from arealite.api.errors import TrajectoryError
 from arealite.api.io_struct import ModelResponse
-from arealite.chat.text import Message, texts_of
+from arealite.chat.template import Message, texts_of
 from arealite.utils.tensors import concat_padded_tensors
 from arealite.workflow.trajectory import SampledTurn, row_of_turns
 

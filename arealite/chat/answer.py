@@ -1,8 +1,8 @@
-"""From what a model sampled to a message: thoughts, calls of tools, text. By transformers' response parser.
+"""Parses sampled text to a message (thoughts, calls of tools, text) with transformers' response parser.
 
-Which format a model calls tools in is read off its chat template: the first of `_CALLS` that reads back a call as the
-template writes it. A tokenizer that brings a `response_template` of its own is believed. What the parser would get
-wrong in silence (calls without a name, text that belongs to no argument, calls that were cut off) is an error here.
+The format of a model's calls is the first of `_CALLS` that parses a call as the chat template writes it, unless the
+tokenizer has a `response_template`. Mistakes that the parser would accept in silence (calls without a name, text that
+belongs to no argument, truncated calls) are errors here.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from typing import Any
 from transformers.utils.chat_parsing.response_parser import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from arealite.chat.text import ChatText, Message
+from arealite.chat.template import ChatText, Message
 
 _FUNCTION = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 _TEXT = {"content": "text", "repeats": True, "join": "\n"}  # the parser would keep only the last piece of several
@@ -140,11 +140,11 @@ class AnswerParser:
 
     def __init__(self, chat: ChatText) -> None:
         self._own = getattr(chat.tokenizer, "response_template", None)
-        self.thoughts = next((one for one in _THOUGHTS if one["open"] in chat.tokenizer.chat_template), None)
+        self.thoughts = next((frame for frame in _THOUGHTS if frame["open"] in chat.tokenizer.chat_template), None)
         formats = [] if self._own else _CALLS
-        read = ((one, id) for one in formats for id in _PROBE_IDS if self._reads_back(chat, one, id))
-        found: tuple[dict[str, Any] | None, str] = next(read, (None, _PROBE_IDS[0]))
-        self.call_format, self.probe_id = found
+        readable = ((calls, id) for calls in formats for id in _PROBE_IDS if self._reads_back(chat, calls, id))
+        self.call_format: dict[str, Any] | None
+        self.call_format, self.probe_id = next(readable, (None, _PROBE_IDS[0]))
 
     @property
     def reads_calls(self) -> bool:
@@ -176,12 +176,12 @@ class AnswerParser:
         return opened + rest if is_end else ""
 
     def _template(self, *, has_tools: bool, calls: dict[str, Any] | None = None) -> dict[str, Any] | None:
-        """The response template of transformers, without the calls if there are no tools."""
+        """Return the response template of transformers, without calls if there are no tools."""
         if self._own is not None:
             fields = {name: field for name, field in self._own["fields"].items() if has_tools or name != "tool_calls"}
             return {**self._own, "fields": fields}
         calls = calls or self.call_format
-        framed = next((one for mark, one in _SPOKEN.items() if mark in (calls or {}).get("open_pattern", "")), None)
+        framed = next((frame for mark, frame in _SPOKEN.items() if mark in (calls or {}).get("open_pattern", "")), None)
         if self.thoughts is None and not (has_tools and calls) and framed is None:
             return None
         fields = {"content": framed or {**_TEXT, "join": "", "content_args": {"strip": False}}}
@@ -190,7 +190,7 @@ class AnswerParser:
         return {"start_anchor_pattern": "^", "fields": fields}
 
     def _reads_back(self, chat: ChatText, calls: dict[str, Any], id: str) -> bool:
-        """Whether a format reads a call as the chat template writes it."""
+        """Return whether a format parses a call as the chat template writes it."""
         function = {"name": "look_up", "arguments": _PROBE_ARGUMENTS}
         call = {"id": id, "type": "function", "function": function}
         asked = {"role": "user", "content": "zqquestionqz"}
@@ -201,10 +201,10 @@ class AnswerParser:
             answer = written.rpartition("zqquestionqz")[2]
             if chat.closing is not None:
                 answer = answer.rstrip().removesuffix(chat.special[chat.closing])
-            found = _checked(_parsed(template, answer, "", [_PROBE_TOOL]).get("tool_calls") or [])
+            parsed = _checked(_parsed(template, answer, "", [_PROBE_TOOL]).get("tool_calls") or [])
         except (ValueError, KeyError):
             return False
-        return [one["function"] for one in found] == [function]
+        return [parsed_call["function"] for parsed_call in parsed] == [function]
 
 
 def call_ids(ids: Sequence[int], num_calls: int) -> list[str]:
@@ -226,7 +226,7 @@ def _parsed(template: dict[str, Any], text: str, prefix: str, tools: list[Any] |
         raise MalformedCall(f"calls of tools must be such as the chat template shows: got {error}") from error
     if (calls := load_response_template(template).fields.get("tool_calls")) is not None:
         bodies: list[str] = []
-        for event in (one for one in (*events, *last) if one["field"] == "tool_calls"):
+        for event in (event for event in (*events, *last) if event["field"] == "tool_calls"):
             bodies += [""] if event["type"] == "region_open" else []
             bodies[-1] += event["text"] if event["type"] == "region_chunk" else ""
         if calls.content == "xml-inline":
@@ -244,11 +244,9 @@ def _checked(calls: list[Any]) -> list[Message]:
     checked: list[Message] = []
     for call in calls:
         function = call.get("function") if isinstance(call, dict) else None
-        match function:
-            case {"name": str(name), "arguments": dict(arguments)} if name.strip():
-                pass
-            case _:
-                raise MalformedCall(f"calls of tools must have a name and an object of arguments: got {function!r}")
+        name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, dict) else ("", "")
+        if not (isinstance(name, str) and name.strip() and isinstance(arguments, dict)):
+            raise MalformedCall(f"calls of tools must have a name and an object of arguments: got {function!r}")
         try:  # Python reads more than clients do
             json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()
         except (ValueError, RecursionError) as error:

@@ -1,45 +1,62 @@
-"""Conversations as tokens: the prompts that a model completes, and the demonstrations that it is fine-tuned on."""
+"""Chat templates: conversations as tokens and as text. Nothing here knows a model family.
 
+`prompt_tokens`, `next_prompt` and `demonstration` make the prompts that a model completes, and the demonstrations that
+it is fine-tuned on. `ChatText` finds what a template writes around answers by rendering dummies. The text of a
+conversation so far is never rendered again: `ChatText.glue` is the text between an answer and the next one,
+`ChatText.append` its token ids after those that were sampled.
+"""
+
+import copy
+import itertools
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from arealite.chat.text import REFUSALS
+import jinja2
 
-_QUESTION, _ANSWER = "How much is 2 + 2?", "The answer is 4."  # a turn to render in front of the new messages
-_MARKS_TURNS = re.compile(r"\{%-?\s*generation\b")  # with which a template says what the model writes
+_ANSWER = "The answer is 4."
+_MARKS_TURNS = re.compile(r"\{%-?\s*generation\b")  # how a template marks what the model writes
 _NO_TEMPLATE = (
     "conversations with an assistant's turns or images must have a chat template: got a tokenizer without one. "
     "Add chat_template.jinja to tokenizer_path."
 )
+SENTINEL = "zqsentinelqz"
+_ASKED = {"role": "user", "content": "How much is 2 + 2?"}
+_AGAIN = {"role": "user", "content": "And how much is 3 + 3?"}
+REFUSALS = (jinja2.TemplateError, TypeError, KeyError, AttributeError)
+"""Errors of a template that can't write a conversation."""
+
+Message = dict[str, Any]
 
 
 def prompt_tokens(
     tokenizer: Any, conversations: Sequence[list[dict[str, Any]]], *, enable_thinking: bool = False
 ) -> list[list[int]]:
-    """Return what a model is asked for each conversation; without a chat template, its texts."""
+    """Return the prompt of each conversation; without a chat template, the tokens of its texts."""
     if tokenizer.chat_template is not None:
-        rendered = [_render(tokenizer, one, asks=True, enable_thinking=enable_thinking) for one in conversations]
-        return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
-    messages = [message for one in conversations for message in one]
-    if any(one["role"] == "assistant" or not isinstance(one["content"], str) for one in messages):
-        raise ValueError(_NO_TEMPLATE)
-    return list(tokenizer(["\n\n".join(message["content"] for message in one) for one in conversations])["input_ids"])
+        texts = [_render(tokenizer, messages, asks=True, enable_thinking=enable_thinking) for messages in conversations]
+        return list(tokenizer(texts, add_special_tokens=False)["input_ids"])
+    for message in itertools.chain(*conversations):
+        if message["role"] == "assistant" or not isinstance(message["content"], str):
+            raise ValueError(_NO_TEMPLATE)
+    texts = ["\n\n".join(message["content"] for message in messages) for messages in conversations]
+    return list(tokenizer(texts)["input_ids"])
 
 
 def next_prompt(
     tokenizer: Any, tokens: list[int], messages: list[dict[str, Any]], *, enable_thinking: bool = False
 ) -> list[int]:
-    """Return what a model is asked after `tokens`, a prompt and the answer that it sampled, and further `messages`.
+    """Return the prompt after `tokens`, a prompt and the answer that was sampled, and further `messages`.
 
-    The tokens stay as they are; what follows them is what the template writes after an answer.
+    The tokens stay as they are; the text that the template writes after an answer follows them.
     """
     if tokenizer.chat_template is None:
         raise ValueError(_NO_TEMPLATE)
-    dummy = [_message("user", _QUESTION), _message("assistant", _ANSWER)]
+    dummy = [_ASKED, {"role": "assistant", "content": _ANSWER}]
     text = _render(tokenizer, [*dummy, *messages], asks=True, enable_thinking=enable_thinking)
-    ids = _encode(tokenizer, text.partition(_ANSWER)[2])
-    return [*tokens, *(ids[1:] if tokens[-1:] == ids[:1] else ids)]  # an answer that was cut off has no end token
+    ids = tokenizer(text.partition(_ANSWER)[2], add_special_tokens=False)["input_ids"]
+    return [*tokens, *(ids[1:] if tokens[-1:] == ids[:1] else ids)]  # a truncated answer has no end token
 
 
 def demonstration(tokenizer: Any, messages: list[dict[str, Any]]) -> dict[str, list[int]]:
@@ -88,9 +105,180 @@ def _applied(tokenizer: Any, messages: list[dict[str, Any]], enable_thinking: bo
         ) from error
 
 
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+class ChatText:
+    """A tokenizer's chat template, in one thinking mode.
+
+    `closing` is the special token that ends an answer in the middle of a conversation (None: answers have no end of
+    their own, the next message's first token ends generation). `opening` is what the template writes at the start of
+    the answer that it asks for but not in earlier ones, such as `<think>`.
+    """
+
+    def __init__(self, tokenizer: Any, *, enable_thinking: bool = False) -> None:
+        if tokenizer.chat_template is None:
+            raise ValueError(
+                "agents must have a tokenizer with a chat template: got one without. Add chat_template.jinja to "
+                "tokenizer_path."
+            )
+        self.tokenizer = tokenizer
+        self.enable_thinking = enable_thinking
+        added = tokenizer.added_tokens_decoder.items()
+        self.special = {token: str(text) for token, text in added if text.special}
+        self._takes_text = self._takes_objects = True
+        self._takes_text = SENTINEL in self._attempt([{"role": "user", "content": SENTINEL}])
+        self._takes_objects = self._wants_objects()
+        answered = [_ASKED, {"role": "assistant", "content": SENTINEL}]
+        before, _, after = self.render([*answered, _AGAIN]).partition(SENTINEL)
+        asked, own = self.render([_ASKED]), self.render(answered, asks=False).partition(SENTINEL)[2]
+        shared = _common(before, asked)
+        cut = shared.rfind("<") if shared.rfind("<") > shared.rfind(">") else len(shared)  # not within a tag
+        self.opening = asked[cut:]
+        self.closing = self.last_special(_common(own, after))
+        if self.closing is None and self._first(own) is not None:  # the last answer of a conversation ends differently
+            self.closing = self._first(after)
+
+    def render(self, messages: Sequence[Message], tools: list[Any] | None = None, *, asks: bool = True) -> str:
+        """Return a conversation as text; `asks` adds the start of the next answer.
+
+        Raises ValueError, with the template's own reason, if the template refuses it.
+        """
+        written = [self._as_written(message) for message in messages]
+        options = {"tools": tools, "add_generation_prompt": asks, "enable_thinking": self.enable_thinking}
+        try:
+            return str(self.tokenizer.apply_chat_template(written, tokenize=False, **options))
+        except REFUSALS as error:
+            raise ValueError(
+                f"messages must be such as the chat template of the model takes: got {error}. Change their roles, "
+                "their order or their content."
+            ) from error
+
+    def encode(self, text: str) -> list[int]:
+        """Return token ids of a text from its beginning on."""
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def decode(self, before: Sequence[int], ids: Sequence[int]) -> str:
+        """Return the text of ids that follow `before`: SentencePiece strips the space at the start of a text."""
+        anchor = str(self.tokenizer.decode(list(before[-1:])))
+        whole = str(self.tokenizer.decode([*before[-1:], *ids]))
+        return whole[len(anchor) :] if whole.startswith(anchor) else str(self.tokenizer.decode(list(ids)))
+
+    def append(self, end: int | None, rest: str, *, is_glue: bool = False) -> list[int] | None:
+        """Return the ids that follow an answer's; None if the template writes something between the two.
+
+        `end` is the special token that the model ended its answer with (None: it was cut off), `rest` the text from the
+        end of the answer on, or glue. The model's own end stands for that of the template.
+        """
+        first = self._first(rest)
+        anchor = self.special[first] if first is not None else self.tokenizer.eos_token or ""
+        # After a special token, because SentencePiece puts a space before the start of a text.
+        ids = self.encode(rest) if first is not None or not anchor else self.encode(anchor + rest)[1:]
+        if end is None:
+            return ids
+        if first is not None and (first in (end, self.closing) or (is_glue and self.closing is not None)):
+            return ids[1:]
+        return ids if self.closing is None or is_glue else None
+
+    def glue(self, answer: Message, new: Sequence[Message], tools: list[Any] | None = None) -> str:
+        """Return what the template writes after an answer, its end included, if `new` messages follow.
+
+        It comes from a short conversation with a dummy in place of the answer, which calls the same tools.
+        Raises ValueError if the template refuses the messages.
+        """
+        refusal: ValueError | None = None
+        for dummy in self._dummies(answer):
+            try:
+                text = self.render([_ASKED, dummy, *new], tools)
+            except ValueError as error:
+                refusal = refusal or error
+                continue
+            if SENTINEL in text:
+                return self._from_end(text.rpartition(SENTINEL)[2], dummy, tools)
+        raise refusal or ValueError(
+            "the chat template must write the answers of the assistant: got one that drops them. Use another one."
+        )
+
+    def hidden(self, messages: Sequence[Message], text: str) -> Message | None:
+        """Return the first message whose content is not in the text, as some templates drop tools' results."""
+        for message in messages:
+            for part in map(str.strip, texts_of(message) if message["role"] != "assistant" else ()):
+                forms = part, json.dumps(part)[1:-1], json.dumps(part, ensure_ascii=False)[1:-1]  # or within JSON
+                if not any(form in text for form in forms):
+                    return message
+        return None
+
+    def _from_end(self, after: str, dummy: Message, tools: list[Any] | None) -> str:
+        """Cut off the rest of the dummy's call."""
+        own = self.render([_ASKED, dummy], tools, asks=False).rpartition(SENTINEL)[2]
+        shared = _common(own, after)
+        if self.closing is None:
+            return after[len(shared) :]
+        end = self.last_special(shared)
+        return after[
+            shared.rfind(self.special[end]) if end is not None else max(after.find(self.special[self.closing]), 0) :
+        ]
+
+    def _dummies(self, answer: Message) -> list[Message]:
+        """Return a dummy with the answer's calls, as results belong to calls, then a dummy without calls."""
+        plain: Message = {"role": "assistant", "content": SENTINEL}
+        if not (calls := answer.get("tool_calls")):
+            return [plain]
+        named = [{**call, "function": {**call["function"], "arguments": {SENTINEL: SENTINEL}}} for call in calls]
+        return [{"role": "assistant", "content": "", "tool_calls": named}, plain]
+
+    def last_special(self, text: str) -> int | None:
+        """Return the last special token in a text."""
+        return max(
+            (token for token, written in self.special.items() if written in text),
+            key=lambda token: text.rfind(self.special[token]),
+            default=None,
+        )
+
+    def _first(self, text: str) -> int | None:
+        """Return the special token that a text begins with."""
+        return max(
+            (token for token, written in self.special.items() if text.startswith(written)),
+            key=lambda token: len(self.special[token]),
+            default=None,
+        )
+
+    def _wants_objects(self) -> bool:
+        """Return whether the template takes the arguments of a call as an object, not as JSON."""
+        call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {SENTINEL: SENTINEL}}}
+        called: list[Message] = [_ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        if SENTINEL in self._attempt(called, asks=False):
+            return True
+        self._takes_objects = False
+        return SENTINEL not in self._attempt(called, asks=False)
+
+    def _attempt(self, messages: list[Message], *, asks: bool = True) -> str:
+        try:
+            return self.render(messages, asks=asks)
+        except ValueError:
+            return ""
+
+    def _as_written(self, message: Message) -> Message:
+        """Return a message in the form that the template takes: text or parts, arguments as an object or JSON."""
+        content = message.get("content")
+        others = [part.get("type") for part in content if "text" not in part] if isinstance(content, list) else []
+        if others:  # a template would write the part itself, or a placeholder that nothing fills
+            raise ValueError(f"messages must be text: got a part of type {others[0]!r}. Leave it out.")
+        if not self._takes_text and isinstance(content, str):
+            message = {**message, "content": [{"type": "text", "text": content}]}
+        elif self._takes_text and isinstance(content, list) and all(part.get("type") == "text" for part in content):
+            message = {**message, "content": "".join(texts_of(message))}
+        if self._takes_objects or not message.get("tool_calls"):
+            return message
+        calls = copy.deepcopy(message["tool_calls"])
+        for function in (call["function"] for call in calls):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        return {**message, "tool_calls": calls}
 
 
-def _message(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
+def _common(text_a: str, text_b: str) -> str:
+    """Return the longest prefix of both texts."""
+    return "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text_a, text_b)))
+
+
+def texts_of(message: Message) -> list[str]:
+    """Return the texts that a message consists of, one for each of its parts that has one."""
+    content = message.get("content") or ""
+    return [content] if isinstance(content, str) else [part.get("text") or "" for part in content]

@@ -14,13 +14,13 @@ from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ConfigError, ContextOverflowError
 from arealite.api.io_struct import ModelRequest, ModelResponse
 from arealite.chat.answer import AnswerParser, MalformedCall, call_ids
-from arealite.chat.text import ChatText, Message
+from arealite.chat.template import ChatText, Message
 from arealite.utils.background import in_thread
 from arealite.workflow.trajectory import TrajectoryBuilder
 
 
 class ChatModel:
-    """How one model writes conversations; shared by the runs of a workflow, which hold its lock when they call it."""
+    """The format of one model's conversations; shared by the runs of a workflow, which hold its lock in calls."""
 
     def __init__(self, tokenizer: Any, *, enable_thinking: bool = False) -> None:
         self.chat = ChatText(tokenizer, enable_thinking=enable_thinking)
@@ -49,12 +49,12 @@ class ChatModel:
 
         A call of a tool that can't be read stays text, and is counted as `malformed_calls`.
         """
-        num_said = response.output_len - (self.end_of(response) is not None)
-        raw_text = self.chat.decode(response.input_tokens, response.output_tokens[:num_said])
+        num_text = response.output_len - (self.end_of(response) is not None)
+        raw_text = self.chat.decode(response.input_tokens, response.output_tokens[:num_text])
         shown = raw_text.partition(response.matched_stop)[0] if response.matched_stop else raw_text
-        for one in (tools, None):  # what can't be read with calls is read without
+        for readable in (tools, None):  # without calls if they can't be read
             try:
-                message = self.parser.parse(shown, prompt_text=prompt_text, tools=one)
+                message = self.parser.parse(shown, prompt_text=prompt_text, tools=readable)
                 break
             except MalformedCall:
                 counts["malformed_calls"] += 1
@@ -90,7 +90,7 @@ class ChatModel:
 class Conversation:
     """One run: `await ask(messages)` until it is over, then `builder.finish(reward)`."""
 
-    builder: TrajectoryBuilder  # there after the first turn
+    builder: TrajectoryBuilder  # from the first turn on
     response: ModelResponse  # of the last turn
 
     def __init__(
@@ -107,7 +107,7 @@ class Conversation:
         self._engine, self._model, self._gconfig = engine, model, gconfig.new(n_samples=1)
         self._sample, self._tools = sample, list(tools) or None
         self._rid = uuid.uuid4().hex  # turns of one run stay on the server that has their prefix
-        self._text = ""  # what the prompt of the last turn stands for, from where the new messages begin
+        self._text = ""  # text of the last prompt, from the new messages on
         self._message: Message = {}  # of the last turn
 
     async def ask(self, messages: Sequence[Message]) -> Message | None:

@@ -48,13 +48,11 @@ class RLVRWorkflow(RolloutWorkflow):
         weights = reward_fn if isinstance(reward_fn, Mapping) else {reward_fn: 1.0}
         if not weights:
             raise ConfigError("reward_fn must have a function: got none. Name one, e.g. by the key reward.")
-        for one in weights:
-            check_signature(one)
+        for function in weights:
+            check_signature(function)
         check_names(weights)
-        self.rewards = {
-            RewardRunner(one, timeout=reward_timeout, num_workers=num_reward_workers): weight
-            for one, weight in weights.items()
-        }
+        runners = [RewardRunner(function, reward_timeout, num_reward_workers) for function in weights]
+        self.rewards = dict(zip(runners, weights.values(), strict=True))
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict:
         """Sample and score the group of one prompt."""
@@ -71,7 +69,7 @@ class RLVRWorkflow(RolloutWorkflow):
     async def score(
         self, response: ModelResponse, data: dict[str, Any], prompt: str | None = None
     ) -> tuple[float, dict[str, torch.Tensor]]:
-        """Return the reward of a completion and, if there are several functions, what each says as a metric `[1]`."""
+        """Return the reward of a completion and, with several functions, the score of each as a metric `[1]`."""
         call = {
             **reward_columns(data),
             "prompt": self.tokenizer.decode(response.input_tokens) if prompt is None else prompt,

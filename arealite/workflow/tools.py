@@ -21,7 +21,7 @@ from arealite.api.engine_api import InferenceEngine
 from arealite.api.env_api import Environment
 from arealite.api.errors import ConfigError, EnvError
 from arealite.api.reward_api import RewardFunction
-from arealite.chat.text import Message
+from arealite.chat.template import Message
 from arealite.utils.background import in_thread
 from arealite.workflow.conversation import ChatModel, Conversation
 from arealite.workflow.rlvr import RLVRWorkflow

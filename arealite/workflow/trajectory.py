@@ -33,9 +33,9 @@ class SampledTurn:
 
     response: ModelResponse
     reward: float | None = None
-    """What it earned by itself."""
+    """The turn's own reward."""
     is_trained: bool = True
-    """Whether it is more than context, as what was given."""
+    """False for context."""
 
     @property
     def ids(self) -> list[int]:
@@ -187,8 +187,8 @@ def _row(turns: Sequence[SampledTurn], reward: float, *, has_turn_rewards: bool)
     return row_of_turns(turns, reward, has_turn_rewards=has_turn_rewards)
 
 
-def _num_common(some: Sequence[int], others: Sequence[int]) -> int:
-    return next((i for i, (one, other) in enumerate(zip(some, others)) if one != other), min(len(some), len(others)))
+def _num_common(ids_a: Sequence[int], ids_b: Sequence[int]) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ids_a, ids_b)))
 
 
 def _tensor(values: list[Any], dtype: type[np.generic]) -> torch.Tensor:

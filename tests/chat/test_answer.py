@@ -7,7 +7,7 @@ from testing_agents import LOOK_UP
 from testing_chat_templates import real_tokenizer
 
 from arealite.chat.answer import AnswerParser, MalformedCall, call_ids
-from arealite.chat.text import ChatText
+from arealite.chat.template import ChatText
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from testing_chat_templates import real_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from arealite.chat.text import ChatText
+from arealite.chat.template import ChatText
 
 EMPTY = "<think>\n\n</think>\n\n"
 
