@@ -285,18 +285,6 @@ def test_a_cancelled_future_frees_its_slot(start: Start) -> None:
     assert engine.stats().generated_tokens < 200
 
 
-def test_weights_of_nan_fail_requests_but_not_the_engine(start: Start) -> None:
-    engine = start()
-    good = {name: p.detach() for name, p in build(config(), seed=0).named_parameters()}
-    engine.update_weights({name: p * torch.nan for name, p in good.items()}, "1").result(120)
-    for temperature in (0.0, 1.0):
-        with pytest.raises(GenerationError, match="finite"):
-            run(engine, request([5], temperature=temperature))
-    engine.update_weights(good, "2").result(120)
-    [result] = run(engine, request([5], max_new_tokens=4))
-    assert result.version_spans == [VersionSpan("2", 0, 4)]
-
-
 def test_an_error_in_the_forward_pass_fails_everyone_once_and_for_all() -> None:
     model = build(config(), seed=0)
     engine = GenerationEngine(ModelRunner(model, slots=2, context=64))

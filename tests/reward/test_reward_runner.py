@@ -4,7 +4,6 @@ import importlib
 import logging
 import math
 import os
-import re
 import select
 import signal
 import subprocess
@@ -49,27 +48,10 @@ def starts_a_program_and_hangs(completions: str, **kwargs) -> float:
     return float(program.wait())
 
 
-def leaves_a_child_and_dies(completions: str, **kwargs) -> float:
-    if (child := os.fork()) == 0:
-        time.sleep(600)
-    Path(completions).write_text(str(child))
-    os._exit(1)
-
-
 def dies(completions: str, **kwargs) -> float:
     if completions == "die":
         os.kill(os.getpid(), signal.SIGSEGV)
     return 1.0
-
-
-def backtracks(completions: str, **kwargs) -> float:
-    """Take for ever inside the regular expression engine, or no time at all."""
-    return float(re.match(r"(a+)+b", completions) is None)
-
-
-def multiplies(completions: str, **kwargs) -> float:
-    """Take for ever inside integer arithmetic, which no signal handler interrupts, or no time at all."""
-    return float(pow(3, int(completions)) > 0)
 
 
 hoard: list[bytes] = []
@@ -107,10 +89,6 @@ def reads_the_environment(completions: str, **kwargs) -> float:
     return float(completions in os.environ)
 
 
-def complains_at_length(**kwargs) -> float:
-    raise ValueError("x" * 10**7)
-
-
 def returns(value, **kwargs):
     return {
         "none": None,
@@ -119,7 +97,6 @@ def returns(value, **kwargs):
         "inf": -math.inf,
         "list": [1.0],
         "huge": 10**400,
-        "true": True,
     }[value]
 
 
@@ -189,10 +166,6 @@ async def test_what_is_no_finite_number_breaks_the_contract(runner_of, value: st
     assert error.kind == "contract" and "reward must be" in str(error)
 
 
-async def test_booleans_are_numbers(runner_of) -> None:
-    assert await runner_of(returns)(value="true") == 1.0
-
-
 async def test_a_call_that_never_returns_is_killed_and_delays_nobody(runner_of) -> None:
     runner = runner_of(hangs_in_c, timeout=8.0, num_workers=2)
     await asyncio.gather(runner(completions="a"), runner(completions="b"))
@@ -203,22 +176,6 @@ async def test_a_call_that_never_returns_is_killed_and_delays_nobody(runner_of) 
     error = await hanging
     assert error.kind == "timeout" and "8 s" in str(error)
     assert await asyncio.gather(*(runner(completions="fine") for _ in range(4))) == [1.0] * 4
-
-
-@pytest.mark.parametrize(("reward_fn", "endless"), [(backtracks, "a" * 64), (multiplies, str(10**9))])
-async def test_while_one_call_computes_for_ever_in_c_others_go_on(runner_of, reward_fn, endless: str) -> None:
-    runner = runner_of(reward_fn, timeout=4.0, num_workers=2)
-    await asyncio.gather(*(runner(completions="1") for _ in range(8)))
-    hanging = asyncio.create_task(failure(runner, completions=endless))
-    num_meanwhile = 0
-    while not hanging.done():
-        assert await runner(completions="1") == 1.0
-        num_meanwhile += 1
-        await asyncio.sleep(0.005)
-    assert (await hanging).kind == "timeout"
-    assert num_meanwhile > 5, "they do not wait for the one that hangs"
-    for _ in range(10):  # also while the worker is being replaced
-        assert await runner(completions="1") == 1.0
 
 
 async def test_a_replacement_imports_before_it_is_needed(runner_of) -> None:
@@ -234,9 +191,7 @@ async def test_a_replacement_imports_before_it_is_needed(runner_of) -> None:
 
 
 async def test_a_worker_that_leaks_is_replaced_between_calls_and_it_is_logged(runner_of, caplog, monkeypatch) -> None:
-    monkeypatch.setattr(
-        "arealite.utils.worker_process._CHECK_S", 60.0
-    )  # a slow call would be checked, and fail instead
+    monkeypatch.setattr("arealite.utils.worker_process._CHECK_S", 60.0)  # else a slow call is checked, and fails
     runner = runner_of(hoards, num_workers=1, max_growth_gib=0.05)
     with caplog.at_level(logging.INFO, "arealite.workers"):
         pids = [await runner(completions=str(14 * 2**20)) for _ in range(12)]
@@ -250,15 +205,6 @@ async def test_a_call_that_takes_too_much_memory_is_a_crash_with_that_reason(run
     error = await failure(runner, completions="swell")
     assert error.kind == "crash" and "GiB taken in one call, more than 0.1" in str(error)
     assert await runner(completions="fine") == 1.0
-
-
-async def test_a_stopped_worker_is_a_timeout(runner_of) -> None:
-    runner = runner_of(where, num_workers=1, timeout=4.0)
-    pid = int(await runner())
-    os.kill(pid, signal.SIGSTOP)
-    error = await failure(runner)
-    assert error.kind == "timeout" and not is_alive(pid)
-    assert await runner() != pid
 
 
 async def test_a_worker_killed_in_the_middle_of_a_call_is_a_crash(runner_of) -> None:
@@ -276,8 +222,8 @@ async def test_a_worker_killed_in_the_middle_of_a_call_is_a_crash(runner_of) -> 
 async def test_a_crash_is_seen_at_once_even_if_a_child_holds_the_socket(runner_of, tmp_path) -> None:
     note = tmp_path / "pid"
     error = await failure(runner_of(starts_a_program_and_dies, timeout=120), completions=str(note))
-    os.kill(int(note.read_text()), signal.SIGKILL)
     assert error.kind == "crash" and "exit status 7" in str(error)
+    assert not wait_gone([int(note.read_text())], timeout_s=60), "the child ends with the process"
 
 
 async def test_a_fork_that_returns_too_shifts_no_reward(runner_of) -> None:
@@ -288,13 +234,6 @@ async def test_a_fork_that_returns_too_shifts_no_reward(runner_of) -> None:
             assert await runner(completions="x" * length) == length
 
 
-async def test_a_worker_that_dies_takes_its_children_along(runner_of, tmp_path: Path) -> None:
-    runner = runner_of(leaves_a_child_and_dies, num_workers=1)
-    with pytest.raises(RewardError, match="exit status 1"):
-        await runner(completions=str(tmp_path / "child"))
-    assert not wait_gone([int((tmp_path / "child").read_text())], timeout_s=60)
-
-
 async def test_workers_do_not_have_the_secret_of_the_run(runner_of, monkeypatch) -> None:
     monkeypatch.setenv("AREALITE_SECRET", "0123456789abcdef")
     monkeypatch.setenv("USERS_OWN", "kept")
@@ -303,22 +242,10 @@ async def test_workers_do_not_have_the_secret_of_the_run(runner_of, monkeypatch)
     assert await runner(completions="AREALITE_SECRET") == 0.0
 
 
-async def test_a_long_explanation_is_shortened(runner_of) -> None:
-    error = await failure(runner_of(complains_at_length))
-    assert error.kind == "exception" and len(str(error)) < 50_000 and "ValueError: xxx" in str(error)
-
-
 async def test_what_a_hanging_reward_has_started_ends_with_it(runner_of, tmp_path) -> None:
     note = tmp_path / "pid"
     assert (await failure(runner_of(starts_a_program_and_hangs, timeout=8.0), completions=str(note))).kind == "timeout"
     assert not is_alive(int(note.read_text()))
-
-
-async def test_a_worker_that_dies_fails_one_call_and_is_replaced(runner_of) -> None:
-    runner = runner_of(dies)
-    error = await failure(runner, completions="die")
-    assert error.kind == "crash" and "SIGSEGV" in str(error)
-    assert await runner(completions="fine") == 1.0
 
 
 async def test_coroutine_functions_run_on_the_loop_with_a_deadline(runner_of) -> None:
@@ -334,11 +261,7 @@ async def test_coroutine_functions_run_on_the_loop_with_a_deadline(runner_of) ->
     assert error.kind == "exception" and "the tool's own deadline" in str(error)
 
 
-class Panic(BaseException):
-    """As extensions written in Rust raise it."""
-
-
-@pytest.mark.parametrize("error", [Panic, GeneratorExit, asyncio.CancelledError])
+@pytest.mark.parametrize("error", [GeneratorExit, asyncio.CancelledError])
 async def test_whatever_a_coroutine_function_raises_is_its_failure(runner_of, error: type[BaseException]) -> None:
     async def raises(**kwargs) -> float:
         raise error("of the reward")
