@@ -1,19 +1,15 @@
 """Agents as workflows: what they may be, what they may return, and what becomes of them."""
 
 import asyncio
-import contextvars
 import os
 import sys
-import threading
 from pathlib import Path
 
 import openai
 import process_agents
-import psutil
 import pytest
 from testing_proxy import ScriptedModel, chatml_tokenizer, tool_call
 
-from arealite.agent.server import Proxy
 from arealite.agent.workflow import AgentWorkflow
 from arealite.api.cli_args import AgentConfig, GenerationHyperparameters
 from arealite.api.errors import AgentError, ConfigError, ServerError
@@ -83,27 +79,6 @@ async def test_a_group_of_runs(model, workflow_of) -> None:
         assert sampled(row, model) == hello * 2
         assert row["logprobs"][row["loss_mask"] == 1].tolist() == pytest.approx(model.responses[0].output_logprobs * 2)
     assert batch["agent/turns"].tolist() == [2.0] * 3 and not batch["agent/branch_edited"].any()
-
-
-async def test_the_engine_is_asked_in_the_context_of_the_episode(tokenizer, workflow_of) -> None:
-    """Seeds, the account and the clock of an episode are found there, whichever thread the request came in."""
-    episode, seen = contextvars.ContextVar("episode", default="none"), []
-
-    class Watching(ScriptedModel):
-        async def agenerate(self, req):
-            seen.append((episode.get(), asyncio.get_running_loop()))
-            return await super().agenerate(req)
-
-    async def agent(data, base_url, api_key):
-        async with client_of(base_url, api_key) as client:
-            await say(client, "Hi")
-        return 1.0
-
-    workflow, model = workflow_of(agent), Watching(lambda prompt: "Hello!", tokenizer)
-    for name in ("first", "second"):
-        episode.set(name)
-        await workflow.arun_episode(model, ROW)
-    assert seen == [(name, asyncio.get_running_loop()) for name in ("first", "second")]
 
 
 async def test_sub_agents_and_compaction_are_rows_of_one_run(model, workflow_of) -> None:
@@ -353,32 +328,6 @@ async def test_a_process_that_holds_the_output_of_its_command_is_told(
     with pytest.raises(AgentError, match="must leave no process that has its output"):
         await workflow_of(f"{shell}; echo null").arun_episode(model, ROW)
     os.kill(int((tmp_path / "pid").read_text()), 9)
-
-
-async def test_a_process_that_died_while_it_was_idle_is_replaced(model, workflow_of) -> None:
-    workflow, before = workflow_of(process_agents.polite), set(psutil.Process().children())
-    await workflow.arun_episode(model, ROW)
-    idle = [one.pid for one in set(psutil.Process().children()) - before]
-    for pid in idle:
-        os.kill(pid, 9)
-    assert idle and not await asyncio.to_thread(wait_gone, idle, 30)
-    assert (await workflow.arun_episode(model, ROW))["rewards"].tolist() == [1.0]
-
-
-async def test_many_first_episodes_share_a_proxy_and_none_waits_for_it_in_the_loop(
-    model, workflow_of, monkeypatch
-) -> None:
-    threads = []
-
-    class Watched(Proxy):
-        def __init__(self, **options) -> None:
-            threads.append(threading.current_thread())
-            super().__init__(**options)
-
-    monkeypatch.setattr("arealite.agent.workflow.Proxy", Watched)
-    workflow = workflow_of("cat > /dev/null; echo null")
-    assert await asyncio.gather(*(workflow.arun_episode(model, ROW) for _ in range(4))) == [None] * 4
-    assert len(threads) == 1 and threads[0] is not threading.main_thread()
 
 
 async def test_a_function_that_raises_or_dies(model, workflow_of) -> None:
