@@ -51,7 +51,8 @@ def certify_turns(tokenizer: Any, *, enable_thinking: bool) -> dict[str, Outcome
 
     Raises ValueError if the template can't write plain questions and answers.
     """
-    keep, template = (Bridge(tokenizer, history=one, enable_thinking=enable_thinking) for one in ("keep", "template"))
+    template = Bridge(tokenizer, history="template", enable_thinking=enable_thinking)
+    keep = Bridge(tokenizer, history="keep", enable_thinking=enable_thinking)
     cells: dict[str, Outcome] = {}
     for column, steps in COLUMNS.items():
         cells[column] = _outcome(template, steps)

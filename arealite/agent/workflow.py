@@ -59,7 +59,7 @@ class AgentWorkflow(RolloutWorkflow):
         enable_thinking: bool = False,
         num_processes: int = 16,
     ) -> None:
-        """`num_processes` bounds the processes of an agent that is no coroutine. Raises ConfigError or ValueError."""
+        """`num_processes` bounds the processes of a function or command. Raises ConfigError or ValueError."""
         self.gconfig, self.tokenizer, self.config = gconfig, tokenizer, config or AgentConfig()
         self.turn_discount = turn_discount
         self._agent = agent_of(run, num_processes=num_processes)

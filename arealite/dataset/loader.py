@@ -1,7 +1,11 @@
-"""The order of a run's data, as a cursor that can be saved.
+"""The order of a run's data, as a cursor that can be saved, and mixtures of several data sets.
 
 The prompt at a position is a pure function of (seed, epoch, position), see `utils/data_order.py`. A loader that resumes
-from a saved cursor yields exactly what the original would have, and the cursor tells which prompts lie before it.
+from a saved cursor yields exactly what the original would have yielded, and the cursor tells which prompts precede it.
+
+An epoch of a mixture has as many rows of each data set as its weight asks for. Invariant: the row at an index of an
+epoch is a pure function of sizes, weights and seed. A data set gives all its rows once before it gives one again, over
+the epochs, so a small weight passes over all of them in time.
 """
 
 import functools

@@ -135,7 +135,7 @@ class ArrowRows:
 class JsonLines:
     """Rows of a file of JSON lines, parsed at access: Arrow's columns could not hold all that JSON can say.
 
-    The file is read by position, not mapped: one that is cut short raises FileError instead of ending the process.
+    The file is read by position, not mapped: a truncated file raises FileError instead of ending the process.
     """
 
     def __init__(self, path: Path) -> None:

@@ -54,8 +54,8 @@ def judge(
 ) -> list[Verdict]:
     """Run Python source on tests, one after the other, each in a sandbox of its own.
 
-    Tests do not run, and count as failed, once `total_s` is over (keep it below `rollout.reward_timeout`), after one
-    that took too long, as the others would, and with `should_stop` after the first that fails.
+    Tests do not run, and count as failed, once `total_s` is over (keep it below `rollout.reward_timeout`), after a
+    timeout, as the others would time out too, and with `should_stop` after the first failure.
     """
     verdicts: list[Verdict] = []
     deadline = time.monotonic() + total_s

@@ -14,7 +14,7 @@ _GIVEN = ("prompt", "completions", "prompt_ids", "completion_ids")
 
 
 def load_rewards(named: str | Mapping[str, float]) -> dict[RewardFunction, float]:
-    """Import `FILE.py:FUNCTION` or `module:FUNCTION`, one or several with weights, or none beside a script's own."""
+    """Import `FILE.py:FUNCTION` or `module:FUNCTION`, or several with weights; none if a script has its own reward."""
     weights = {named: 1.0} if isinstance(named, str) else named
     functions = [load_named(name, key="reward", kind="function") for name in weights]
     check_names(functions)

@@ -85,7 +85,7 @@ class RewardRunner:
                 return checked(await self.reward_fn(**call))  # type: ignore[misc]
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic of Rust or a GeneratorExit is no Exception
+        except BaseException as error:  # not Exception: panics of Rust, GeneratorExit
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0:
                 raise

@@ -1,10 +1,10 @@
 """Runs programs that a model wrote: isolated and limited.
 
-A program sees no network, no processes but its own, a read-only system, and one writable folder, in memory, that ends
-with it. Whatever it does, the call ends by the deadline and leaves no process. A failure to isolate it is an error and
-never a result. bubblewrap (Flatpak's) makes the namespaces, the kernel holds the limits of each process, and a filter
-refuses system calls that programs don't need. docs/security.md lists the attacks that were tried, and what a sandbox
-does not protect from.
+A program sees no network, only its own processes, a read-only system, and one writable folder, in memory, that ends
+with it. The call ends by the deadline and leaves no process. A failure to isolate a program is an error, never a
+result. bubblewrap (Flatpak's) creates the namespaces, the kernel enforces the limits of each process, and a filter
+refuses system calls that programs don't need. docs/security.md lists the attacks that were tried, and the limits of
+the protection.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ _SHARED_MIB = 16  # size of /dev/shm, where semaphores are
 _MAX_OPEN = 64  # files per process: each may be a socket, whose buffers are not limited
 _COUNTED_PER_NAMESPACE = (5, 14)  # before this kernel the limit on processes counts all of the host's user
 _LOOK_S = 0.1  # interval at which time, output and the cancellation of a call are checked
-_END_S = 10.0  # deadline for the end of what was killed
+_END_S = 10.0  # deadline for the end of a killed process
 _ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
@@ -74,7 +74,7 @@ _DENIED = (
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may take."""
+    """The limits of one program."""
 
     time_s: float = 10.0
     """Seconds by the clock."""
@@ -87,12 +87,12 @@ class Limits:
     processes: int = 32
     """Processes and threads at once; not limited without isolation, and before Linux 5.14."""
     output_kib: int = 64
-    """Of stdout and of stderr, each."""
+    """Limit of stdout and of stderr, each."""
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            if not 0 < (value := getattr(self, one.name)) < math.inf:
-                raise ConfigError(f"{one.name} of a sandbox must be positive: got {value}. Use {one.default}.")
+        for limit in fields(self):
+            if not 0 < (value := getattr(self, limit.name)) < math.inf:
+                raise ConfigError(f"{limit.name} of a sandbox must be positive: got {value}. Use {limit.default}.")
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class _Command:
 def _run(
     command: _Command, stdin: str | bytes, limits: Limits, is_given_up: threading.Event, cleanup: ExitStack
 ) -> SandboxResult:
-    """Run a command until it ends or reaches a limit that is watched here, and end what is left of it."""
+    """Run a command until it ends or reaches a limit of time or output, and end its remaining processes."""
     cap = limits.output_kib << 10
     files = [_memory_file(stdin), *(os.memfd_create("output", os.MFD_CLOEXEC) for _ in range(2))]
     for file in files:
@@ -249,7 +249,7 @@ def _too_long(outputs: Sequence[int], cap: int) -> Literal["output"] | None:
 
 
 def _check_that_it_ran(status: int, returncode: int, stderr: str) -> None:
-    """Raise if it was bubblewrap that ended, and no program."""
+    """Raise if bubblewrap failed before it started the program."""
     if b"exit-code" in os.pread(status, 4096, 0):
         return
     if returncode < 0:
@@ -268,7 +268,7 @@ def _isolated(program: Sequence[str], files: Mapping[str, str | bytes], limits: 
     is_root = os.geteuid() == 0
     prefixes = sorted({os.path.realpath(path) for path in (sys.prefix, sys.base_prefix)})
     pythons = [path for path in prefixes if not f"{path}/".startswith("/usr/")]
-    # The system without /etc, /home, /run, /sys and /var, where things lie that belong to somebody.
+    # The system without /etc, /home, /run, /sys and /var, which hold data of users.
     words = [bubblewrap, *(word for path in _SYSTEM for word in ("--ro-bind-try", path, path))]
     words += ["--proc", "/proc", "--dev", "/dev", "--size", str(_SHARED_MIB << 20), "--tmpfs", "/dev/shm"]
     words += ["--perms", "1777", "--size", str(limits.disk_mib << 20), "--tmpfs", _FOLDER]
@@ -312,7 +312,7 @@ def _limited(program: Sequence[str], files: Mapping[str, str | bytes], limits: L
 
 
 _FIRST_TO_GO = ("choom", "-n", "1000", "--")
-"""Prelude of what the kernel is to end first if memory runs out."""
+"""Prelude of processes that the kernel kills first when memory runs out."""
 
 
 def _prlimit(limits: Limits) -> list[str]:
@@ -324,7 +324,7 @@ def _prlimit(limits: Limits) -> list[str]:
 
 @functools.cache
 def _syscall_filter() -> bytes:
-    """Return a program for the kernel, by which system calls fail that are denied. Sockets are local and small."""
+    """Return the kernel's filter program: denied system calls fail, sockets are local and small."""
     try:
         import pyseccomp as seccomp  # loads the C library
     except (ImportError, RuntimeError) as error:
@@ -343,7 +343,7 @@ def _syscall_filter() -> bytes:
 
 
 def _memory_file(content: str | bytes) -> int:
-    """Return a file of that content in memory, which nobody can change, at its beginning."""
+    """Return a sealed file in memory with this content, at its beginning."""
     descriptor = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(descriptor, "wb", closefd=False) as file:
         file.write(_encoded(content))

@@ -1,6 +1,6 @@
 """Environments with steps, as in gymnasium: observe, act, get a reward, until the episode ends.
 
-Each run has its own environment. A failure of it (an error, a hang, a reward that is no number, a wrong tuple) is an
+Each run has its own environment. Its failure (an error, a hang, a reward that is not a number, a wrong tuple) is an
 EnvError: the runtime counts it and runs the episode again, in new environments.
 """
 
@@ -31,7 +31,7 @@ logger = logging.getLogger("arealite.workflow")
 
 
 class EnvWorkflow(RolloutWorkflow):
-    """Has the model act in `make_env(data)`, an environment with `reset(seed=)`, `step(action)` and `close()`.
+    """Lets the model act in `make_env(data)`, an environment with `reset(seed=)`, `step(action)` and `close()`.
 
     Methods run in threads, or are awaited if they are called `areset`, `astep` and `aclose`; with `isolated` they run
     in processes, which end if a call takes longer than `step_timeout` seconds. A run earns the sum of its rewards;

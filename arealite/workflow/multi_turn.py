@@ -1,4 +1,4 @@
-"""Try again: the model learns that its answer is wrong, and may answer once more, for a smaller reward."""
+"""Several tries: after a wrong answer the model may answer again, for a smaller reward."""
 
 from collections.abc import Callable
 from typing import Any

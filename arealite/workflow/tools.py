@@ -1,7 +1,7 @@
 """Tools: the model calls functions, reads what they return, and answers; the answer is scored.
 
-A function's name, type hints and docstring are what the model is told of it. Calls of one answer run at once, each
-with a deadline, and none of them holds up the generation of another run.
+The model sees a function's name, type hints and docstring. Calls of one answer run concurrently, each with a deadline,
+and do not delay the generation of other runs.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class FunctionTools(Environment):
         return self._schemas
 
     async def aexecute(self, tool_name: str, tool_args: dict[str, Any]) -> Any:
-        """Call a tool. ValueError is the model's mistake: a tool that is not there, or wrong arguments."""
+        """Call a tool. ValueError is the model's mistake: an unknown tool, or wrong arguments."""
         if tool_name not in self._tools:
             raise ValueError(f"{tool_name!r} is not a tool. There are: {', '.join(self._tools)}.")
         tool = self._tools[tool_name]
@@ -62,7 +62,7 @@ class ToolWorkflow(RLVRWorkflow):
     """Answers `data["messages"]` with tools: each answer that calls some is followed by their results.
 
     `tools` are typed functions, or a function of the row that makes an `Environment`, for tools with a state. One that
-    raises ValueError tells the model its mistake; any other error, and one past `tool_timeout` seconds, is an EnvError
+    raises ValueError tells the model its mistake; another error, or a timeout of `tool_timeout` seconds, is an EnvError
     that fails the episode. Metrics: `workflow/num_turns`, `workflow/tool_calls`, `workflow/refused_calls` (ValueError)
     and `workflow/malformed_calls`, which stay text.
     """

@@ -1,8 +1,8 @@
-"""From completions to the rows that are trained on, so that no workflow writes masks, logprobs or versions by hand.
+"""Builds training rows from completions, so that no workflow writes masks, logprobs or versions by hand.
 
 A *run* is one sample of a prompt's group, with one reward. It has a single row as long as each prompt begins with the
-tokens before it; where it does not, as after a compaction or for a sub-agent, another row begins. Invariant: each
-sampled token is trained on in exactly one row, and is context in the others.
+tokens before it; a compaction or a sub-agent begins another row. Invariant: each sampled token is trained on in exactly
+one row, and is context in the others.
 """
 
 # b rows of one run, S tokens
@@ -48,7 +48,7 @@ def trajectory_from_response(response: ModelResponse, reward: float) -> TensorDi
 
 
 def trajectory_from_turns(turns: Sequence[ModelResponse], reward: float) -> TensorDict:
-    """Return a conversation as a trajectory with a single row, in which only what was sampled is trained on.
+    """Return a conversation as a trajectory with a single row, in which only sampled tokens are trained on.
 
     Raises TrajectoryError if a turn does not begin with the tokens before it.
     """
@@ -58,7 +58,7 @@ def trajectory_from_turns(turns: Sequence[ModelResponse], reward: float) -> Tens
 def row_of_turns(turns: Sequence[SampledTurn], reward: float, *, has_turn_rewards: bool = False) -> TensorDict:
     """Return turns as a trajectory with a single row.
 
-    `turn_rewards [1, S]` holds what each turn earned, on its last token, also of context. Raises TrajectoryError if a
+    `turn_rewards [1, S]` has the reward of each turn, also of context, on its last token. Raises TrajectoryError if a
     turn does not begin with the tokens before it, or has a reward and no token.
     """
     ids: list[int] = []
@@ -108,9 +108,9 @@ def row_of_turns(turns: Sequence[SampledTurn], reward: float, *, has_turn_reward
 
 
 class TrajectoryBuilder:
-    """Collects the tokens of one run, given and sampled, and makes its rows.
+    """Collects the given and sampled tokens of one run, and makes its rows.
 
-    `builder.ids` is what the model is asked next:
+    `builder.ids` is the next prompt:
 
         builder = TrajectoryBuilder(prompt_ids)
         builder.add(await engine.agenerate(ModelRequest(builder.ids, gconfig)))
@@ -134,7 +134,7 @@ class TrajectoryBuilder:
         self._ids += ids
 
     def add(self, response: ModelResponse, reward: float | None = None) -> None:
-        """Append what was sampled after `ids`, and what this turn earned by itself."""
+        """Append the completion of `ids`, with the turn's own reward."""
         if response.input_tokens != self._ids:
             raise TrajectoryError(
                 f"a response must be to the {len(self._ids)} tokens of builder.ids: got one to {response.input_len} "
@@ -145,7 +145,7 @@ class TrajectoryBuilder:
         self._ids = response.input_tokens + response.output_tokens
 
     def earn(self, reward: float) -> None:
-        """Add to what the last turn of the row earned."""
+        """Add to the reward of the row's last turn."""
         if not (self._turns and self._turns[-1].is_trained):
             raise TrajectoryError(
                 f"a reward must follow a turn of its row: got {reward} and none. Call earn() before branch()."
@@ -153,8 +153,8 @@ class TrajectoryBuilder:
         self._turns[-1].reward = (self._turns[-1].reward or 0.0) + reward
 
     def branch(self, ids: Sequence[int] | None = None) -> None:
-        """End the row, and begin another whose context is `ids` (None: the tokens so far), trained on in no row but
-        their own: turns that `ids` begins with keep what they earned."""
+        """End the row, and begin another with the context `ids` (None: the tokens so far). Turns that are a prefix of
+        `ids` keep their rewards, and are not trained on again."""
         self._rows.append(self._turns)
         self._ids = self.ids if ids is None else list(ids)
         turns = [replace(turn, is_trained=False) for turn in self._turns]
