@@ -67,18 +67,13 @@ class GenerationEngine:
         allow_stale_kv: bool = False,
     ) -> None:
         """Start the thread. Only stop strings need a `tokenizer`."""
-        self.context = runner.cache.context
-        self.vocab_size = runner.vocab_size
-        self.version = version
+        self.context, self.vocab_size, self.version = runner.cache.context, runner.vocab_size, version
         self.dtype = str(runner.model.dtype).removeprefix("torch.")
         self.weight_shapes = runner.weight_shapes
         self.image_token_id: int = getattr(runner.model.config, "image_token_id", -1)
         self.stopped: Future[None] = Future()  # done when the thread ends: None after `close`, or why it failed
-        self._runner = runner
-        self._eos_ids = eos_ids
-        self._tokenizer = tokenizer
-        self._threads = threads
-        self._allow_stale_kv = allow_stale_kv
+        self._runner, self._eos_ids, self._tokenizer = runner, eos_ids, tokenizer
+        self._threads, self._allow_stale_kv = threads, allow_stale_kv
         # A reused prefix differs in its last bits from one that is computed with the rest of the prompt.
         slots, reuses = runner.cache.slots, not runner.deterministic
         self._stats = EngineStats(slots, slots * self.context, version)
@@ -153,10 +148,9 @@ class GenerationEngine:
             with trace.span("load weights", version=version):
                 self._runner.load_weights(weights, shares=shares, is_partial=is_partial)
             self._awaits_weights = False
-            if self._allow_stale_kv:
-                for sequence in self._scheduler.running:
-                    sequence.has_stale_kv = True
-            else:
+            for sequence in self._scheduler.running:
+                sequence.has_stale_kv = True
+            if not self._allow_stale_kv:
                 self._requeue()
             self._table.clear()
             self.version = self.version if version is None else version
@@ -240,10 +234,7 @@ class GenerationEngine:
         cause = "closing" if error is None else f"{type(error).__name__}: {error}"
         failure = GenerationError(f"the engine must run: got {cause}. Restart the server.")
         with self._gate:
-            if error is None:
-                self.stopped.set_result(None)
-            else:
-                self.stopped.set_exception(failure)
+            self.stopped.set_result(None) if error is None else self.stopped.set_exception(failure)
         while not self._inbox.empty():
             self._inbox.get_nowait()()
         for sequence in self._scheduler.drop(lambda _: True):

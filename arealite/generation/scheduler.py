@@ -104,9 +104,7 @@ class SlotTable:
 
     def __init__(self, cache: Cache, *, slots: int, context: int, reuses: bool = True) -> None:
         """With `reuses` False no slot counts as holding anything, so every prompt is computed whole."""
-        self.spare = slots
-        self.reuses = reuses
-        self._cache = cache
+        self.spare, self.reuses, self._cache = slots, reuses, cache
         self._tokens_SC = np.zeros((slots + 1, context), dtype=np.int32)  # mapped when first touched
         self._lengths_S = np.zeros(slots + 1, dtype=np.int64)
         self._used_S = np.zeros(slots + 1, dtype=np.int64)  # time of the last use, in uses of the table; 0 if empty
@@ -201,9 +199,7 @@ class Scheduler:
         """`max_prefill_tokens` bounds one pass: a longer prompt takes several, if the table can hold a part of it."""
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self._table = table
-        self._slots = slots
-        self._max_prefill_tokens = max_prefill_tokens
+        self._table, self._slots, self._max_prefill_tokens = table, slots, max_prefill_tokens
         self._is_admitting = False
 
     def admit(self) -> list[Prefill]:

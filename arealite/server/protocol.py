@@ -13,6 +13,8 @@ from arealite.generation.request import GREEDY_TEMPERATURE, GenerationRequest, G
 from arealite.utils.weight_transfer import DTYPES
 
 M = TypeVar("M", bound=BaseModel)
+_PASSED_ON = ("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "ignore_eos")
+"""Fields of `sampling_params` that are fields of `SamplingParams` too."""
 
 
 class Body(BaseModel):
@@ -60,15 +62,9 @@ class SamplingBody(Body):
 
     def to_params(self, next_seed: Callable[[], int]) -> SamplingParams:
         return SamplingParams(
-            max_new_tokens=self.max_new_tokens,
-            min_new_tokens=self.min_new_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
+            **{name: getattr(self, name) for name in _PASSED_ON},
             stop_token_ids=tuple(self.stop_token_ids or ()),
             stop=self.stops,
-            ignore_eos=self.ignore_eos,
             seed=next_seed() if self.sampling_seed is None else self.sampling_seed,
         )
 
