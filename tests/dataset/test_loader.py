@@ -76,15 +76,6 @@ def test_a_row_can_be_fetched_by_its_name() -> None:
         loader.fetch(PromptId(-1, 3))
 
 
-def test_the_order_depends_on_seed_and_epoch_only() -> None:
-    first = ids(itertools.islice(PromptLoader(dataset(50), 50, seed=1), 2))
-    again = ids(itertools.islice(PromptLoader(dataset(50), 5, seed=1), 20))
-    other = ids(itertools.islice(PromptLoader(dataset(50), 50, seed=2), 1))
-    assert [pair for batch in first for pair in batch] == [pair for batch in again for pair in batch]
-    assert [index for _, index in first[0]] != [index for _, index in first[1]]
-    assert first[0] != other[0]
-
-
 def test_iterators_share_one_cursor() -> None:
     loader = PromptLoader(dataset(6), 2, shuffle=False)
     assert ids([next(iter(loader)), next(iter(loader)), next(iter(loader))]) == [
@@ -137,19 +128,6 @@ def test_any_row_has_a_checksum(plain: Any, caplog: pytest.LogCaptureFixture) ->
     state = PromptLoader(rows(plain), 1).state_dict()
     assert warnings_on_resume(state, rows(plain), caplog) == 0
     assert warnings_on_resume(state, rows([plain]), caplog) == 1
-
-
-def test_a_dataset_needs_only_a_length_and_rows_by_index() -> None:
-    class Endless:
-        def __len__(self) -> int:
-            return 3
-
-        def __getitem__(self, index: int) -> dict[str, Any]:
-            assert index < 3, "it would never end"
-            return {"value": index}
-
-    cursor = PromptLoader(Endless(), 1).state_dict()  # type: ignore[arg-type]
-    assert cursor == PromptLoader([{"value": index} for index in range(3)], 1).state_dict()
 
 
 def test_a_checksum_reads_what_is_stored_not_what_a_transform_returns() -> None:

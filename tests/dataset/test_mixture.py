@@ -173,7 +173,10 @@ def test_each_source_has_its_own_columns(load: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ("train_dataset.weight=null", r"weight must be given for all sources of a mixture, or for none: got \[None, 1"),
+        (
+            "train_dataset.weight=null",
+            r"weight must be given in train_dataset and all its mixed_with, or nowhere: got \[None",
+        ),
         ("train_dataset.shuffle=false", r"train_dataset\.shuffle must be true if sources have weights: got false"),
         ("train_dataset.image_key=image", r"mixed_with must be empty with image_key: got image_key image"),
         ("valid_dataset={path: x, weight: 2}", r"valid_dataset must be one source: got mixed_with or weight"),

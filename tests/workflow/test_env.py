@@ -16,7 +16,6 @@ from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.errors import EnvError
 from arealite.api.io_struct import PromptId
 from arealite.rollout.trajectory import check_trajectory
-from arealite.utils.processes import wait_gone
 from arealite.workflow.env import EnvWorkflow
 
 END = "<|im_end|>"
@@ -109,18 +108,6 @@ async def test_an_environment_that_is_made_past_its_deadline_is_closed(tokenizer
     assert not closed.is_set()
     may_be_made.set()
     assert await asyncio.to_thread(closed.wait, 60)
-
-
-async def test_an_idle_process_that_has_died_is_replaced(tokenizer) -> None:
-    workflow = workflow_of(tokenizer, n_samples=1, isolated=True, step_timeout=60)
-    pids = []
-    for _ in range(2):
-        group = await run(tokenizer, workflow, seed=7)
-        pids.append(int(re.search(r"left in (\d+)", tokenizer.decode(group[0]["input_ids"]))[1]))
-        os.kill(pids[-1], 9)
-        assert not wait_gone([pids[-1]], 30)
-    workflow.close()
-    assert pids[0] != pids[1]
 
 
 async def test_an_environment_in_a_process_may_crash_hang_and_raise(tokenizer) -> None:
