@@ -2,7 +2,6 @@ import re
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -108,23 +107,9 @@ def test_timeline_has_a_bar_per_attempt(tmp_path: Path, progress: Progress) -> N
     ]
 
 
-class Tags(HTMLParser):
-    """Collects the tags of a page and what they fetch."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.found: list[str] = []
-        self.fetched: list[str | None] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append(tag)
-        self.fetched += [value for name, value in attrs if name in ("src", "href")]
-
-
 def test_page_needs_nothing_but_itself(tmp_path: Path, progress: Progress) -> None:
-    tags = Tags(page := render(run_folder(tmp_path), progress, now=START + 57))
-    assert "script" not in tags.found and tags.fetched == [] and "@import" not in page and "default-src 'none'" in page
+    page = render(run_folder(tmp_path), progress, now=START + 57)
+    assert re.findall(r"<script|@import|src=|href=", page) == [] and "default-src 'none'" in page
 
 
 def test_a_finished_page_reloads_no_more(tmp_path: Path, progress: Progress) -> None:
