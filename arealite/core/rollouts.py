@@ -108,7 +108,7 @@ class _Client(RemoteInferenceEngine):
 
     async def server_status(self, known: ServerStatus) -> ServerStatus:
         """Wait until this worker's view of the servers differs from `known`, and return it."""
-        while (status := ServerStatus(self.servers.lost(), bool(self.servers.healthy))) == known:
+        while (status := ServerStatus(self.servers.lost(), bool(self.servers.serving))) == known:
             await self._changed.wait()
         return status
 

@@ -157,21 +157,18 @@ class Completions:
 
     def note_change(self) -> None:
         """Wake what waits for a server (called when servers have changed)."""
-        if self.servers.healthy:
+        if self.servers.serving:
             self._deserted_at, self.are_asleep = None, False
         elif self._deserted_at is None:
             self._deserted_at = asyncio.get_running_loop().time()
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def wait_for_updatable(self) -> bool:
-        """Wait until a server may take part in a weight update; return whether one does by `rollout.setup_timeout`."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.config.setup_timeout):
-                while not self.servers.updatable:
-                    await self._changed.wait()
-                return True
-        return False
+    async def wait_for_updatable(self) -> None:
+        """Wait until a server can take part in a weight update. Raises TimeoutError after `rollout.setup_timeout`."""
+        async with asyncio.timeout(self.config.setup_timeout):
+            while not self.servers.updatable:
+                await self._changed.wait()
 
     async def generate(self, req: ModelRequest) -> ModelResponse:
         """Sample one completion. Raises ValueError for token ids that the model does not have."""

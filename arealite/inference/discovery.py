@@ -165,7 +165,7 @@ class Membership:
                 self._tasks.start(self._take(record))
 
     def _is_reachable(self, address: str) -> bool:
-        return any(one.address == address and one.is_reachable for one in self._servers.servers)
+        return any(one.address == address and one.state != "removed" for one in self._servers.servers)
 
     async def _take(self, record: ServerRecord) -> None:
         """Contact a server until that succeeds, and add it to the pool, unless it has left meanwhile."""
@@ -216,5 +216,5 @@ class Membership:
         self._failures.pop(address, None)
         if self._servers.remove(address):
             self.num_left += 1
-            left = len(self._servers.healthy)
+            left = len(self._servers.serving)
             logger.warning("server %s %s: %d with the current weights are left", address, why, left)

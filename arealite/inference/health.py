@@ -1,8 +1,8 @@
-"""Which servers answer: an unreachable one gets no requests, and loses those it has to others.
+"""Removes servers that do not answer or fail, and restores them once they answer.
 
-A server with requests in flight that has been silent for a while is asked for /health. If that fails it is unreachable
-until it answers again. Invariant: while another server could take a request, it waits for a dead one no longer than
-about `quiet_s + 2 * health_s`; if there is no other, it waits for the dead one to return.
+A server with requests in flight that has been silent for a while is asked for /health. If that fails it is removed, and
+its requests go to other servers, until it answers again. Invariant: a request waits for a dead server no longer than
+about `quiet_s + 2 * health_s` while another server serves, else until the dead one returns.
 """
 
 import asyncio
@@ -44,7 +44,6 @@ class Health:
         self._quiet_s, self._health_s = quiet_s, health_s
         self._timeouts: defaultdict[Server, set[asyncio.Timeout]] = defaultdict(set)  # one per request in flight
         self._heard_at: defaultdict[Server, float] = defaultdict(float)  # when a server last replied
-        self._num_errors: defaultdict[Server, int] = defaultdict(int)  # suspicions since the last good answer
         self._tasks = BackgroundTasks("watching which servers answer", logger)
         self._tasks.start(self._watch())
 
@@ -65,19 +64,26 @@ class Health:
         finally:
             timeouts.discard(timeout)
         self._heard_at[server] = asyncio.get_running_loop().time()
-        self._num_errors.pop(server, None)  # a good answer ends a series of errors
+        server.num_failures = 0  # a good answer ends a series of errors
 
     def suspect(self, server: Server) -> None:
-        """Treat a server as unreachable until it answers /health."""
-        if server.is_reachable:
-            self._num_errors[server] += 1
-            self._servers.mark_reachable(server, False)
-            what = "others take over" if self._servers.healthy else "and no other can take over"
+        """Remove a server until it answers /health."""
+        if server.state != "removed":
+            self.remove(server, _FIRST_PAUSE_S, _MAX_SICK_PAUSE_S)
+            what = "others take over" if self._servers.serving else "and no other can take over"
             logger.warning("server %s does not answer, %s", server.address, what)
-            self._tasks.start(self._readmit(server), ("readmit", server))
+
+    def remove(self, server: Server, first_s: float, max_s: float) -> float:
+        """Remove a server for a pause, then until it answers /health; each failure in a row doubles the pause, because
+        a server that fails may answer. Return the pause in seconds."""
+        server.num_failures += 1
+        pause_s = backoff_s(server.num_failures, first_s, max_s)
+        self._servers.suspend(server)
+        self._tasks.start(self._readmit(server, pause_s), ("readmit", server))
+        return pause_s
 
     async def dead_among(self, servers: Iterable[Server]) -> list[Server]:
-        """Return the servers that don't answer /health, and treat them as unreachable."""
+        """Return the servers that don't answer /health, and remove them until they do."""
         asked = list(servers)
         answers = await asyncio.gather(*(self._answers(server.address, "/health", self._health_s) for server in asked))
         dead = [server for server, is_healthy in zip(asked, answers, strict=True) if is_healthy is False]
@@ -105,23 +111,22 @@ class Health:
                     self._tasks.start(self._examine(server), ("examine", server))
 
     async def _examine(self, server: Server) -> None:
-        """Ask a silent server for /health; if that fails, take its requests away when another server is healthy."""
+        """Ask a silent server for /health; if that fails, take its requests away when another server serves."""
         asked_at = asyncio.get_running_loop().time()
         if await self._answers(server.address, "/health", self._health_s) is not False:
             self._heard_at[server] = asked_at
         if self._heard_at[server] >= asked_at or not self._may_generate.is_set():
             return
         self.suspect(server)
-        if self._servers.healthy or server not in self._servers.servers:
+        if self._servers.serving or server not in self._servers.servers:
             for timeout in self._timeouts[server]:
                 timeout.reschedule(asked_at)
 
-    async def _readmit(self, server: Server) -> None:
-        # A server whose requests fail may answer /health: each failure in a row doubles the pause before the next.
-        await asyncio.sleep(backoff_s(self._num_errors[server], _FIRST_PAUSE_S, _MAX_SICK_PAUSE_S))
+    async def _readmit(self, server: Server, pause_s: float) -> None:
+        await asyncio.sleep(pause_s)
         while server in self._servers.servers:
             if await self.answers_by(deadline_in(self._health_s), server.address):
-                self._servers.mark_reachable(server, True)
+                self._servers.restore(server)
                 logger.warning("server %s answers again", server.address)
                 return
 

@@ -1,15 +1,15 @@
-"""Which inference servers there are and which one serves a request.
+"""The inference servers of a run, and the choice of the server for a request.
 
-Servers come and go at any time. Invariant: a request goes only to a *healthy* server, which is reachable and holds the
-newest weights. Any other reachable server is *joining*: it gets no requests before a weight update has reached it. A
-server that fails in an update *backs off*, ever longer: updates leave it out.
+Servers come and go at any time, and each is in one of three states. Requests go only to *serving* servers, which hold
+the newest weights. A *joining* server gets no requests until a weight update has reached it. A *removed* server did not
+answer, or failed in an update: it gets neither, until `Health` has found that it answers again.
 """
 
-import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
+from typing import Literal
 
 from arealite.api.errors import ConfigError
 from arealite.utils.network import addresses_in
@@ -19,13 +19,12 @@ _MIN_TOKENS = 8  # shorter completions say more about the prompt than about the 
 _MAX_SLOWNESS = 4.0  # how many times slower than the fastest a server may be that keeps the requests of a rid
 _NEWEST_SHARE = 0.2  # how much the newest completion counts in the moving average
 _HALF_LIFE_S = 60.0  # in which an old measurement loses half of its weight
-_FIRST_PAUSE_S, _MAX_PAUSE_S = 5.0, 600.0  # between two weight updates that a server fails in; doubled each time
 NO_VERSION = -1  # of a server whose weights are unknown
 
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """What a server has told about itself."""
+    """What a server says about itself."""
 
     dtype: str | None = None  # in which it computes; None if it does not tell
     num_gpus: int = 1  # each is a rank of broadcast groups, also if it is a CPU
@@ -41,16 +40,14 @@ class Server:
 
     address: str
     facts: ServerFacts
+    state: Literal["joining", "serving", "removed"] = "joining"
     version: int = NO_VERSION  # of the weights that were last published to it
-    frozen: str = ""  # fingerprint of frozen weights that an update brought to it; "" once it was unreachable
+    frozen: str = ""  # fingerprint of the frozen weights that an update brought to it; "" after it was removed
     outstanding_tokens: int = 0  # tokens of the requests in flight, prompts and largest completions
     num_requests: int = 0  # sent so far
-    is_reachable: bool = True
     tokens_per_s: float | None = None  # moving average for one request; None before the first completion
     measured_at: float = 0.0  # when that was last measured
-    num_failures: int = 0  # weight updates that it has failed in since the last one that reached it
-    is_backing_off: bool = False
-    refused: bool = False  # whether it refused the update that it failed in, which it would do again
+    num_failures: int = 0  # times that it was removed since its last completion or weight update
     tells_versions: bool = False  # whether a reply has ever said which weights sampled it
 
 
@@ -63,7 +60,7 @@ class PoolView:
 
 
 class ServerPool:
-    """The servers of a run. One thread changes what there is, any may look."""
+    """The servers of a run. One thread changes them, any may read them."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -86,7 +83,7 @@ class ServerPool:
             if self._shown.get(address) != version:
                 server.version = version
         self.version, self._shown = view.version, shown
-        self._notify()
+        self._settle()
 
     def lost(self) -> frozenset[tuple[str, int]]:
         """Return the servers that no longer hold the weights that the last view shows, and the versions of these."""
@@ -103,7 +100,7 @@ class ServerPool:
                 self.mark_weights_lost(server, version)
 
     def add(self, address: str, facts: ServerFacts = ServerFacts()) -> None:
-        """Add a server whose weights are unknown; one that is there already stays as it is."""
+        """Add a server whose weights are unknown; a member stays as it is."""
         self._servers.setdefault(address, Server(address, facts))
         self._notify()
 
@@ -117,39 +114,36 @@ class ServerPool:
         """Make `version` the newest one, which these servers hold; others get no requests from now on."""
         self.version = version
         for server in receivers:
-            server.version, server.num_failures, server.is_backing_off = version, 0, False
-        self._notify()
+            server.version, server.state, server.num_failures = version, "serving", 0
+        self._settle()
 
     def mark_weights_lost(self, server: Server, version: int) -> None:
         """Record that a server no longer holds weights that it once had, unless newer ones have come meanwhile."""
         if server.version == version:
             server.version = NO_VERSION
+        self._settle()
+
+    def suspend(self, server: Server) -> None:
+        """Send nothing to a server until `restore`; it may come back as another process."""
+        server.state, server.frozen = "removed", ""
         self._notify()
 
-    def mark_reachable(self, server: Server, is_reachable: bool) -> None:
-        """Record whether a server answers; one that does not may come back as another process."""
-        server.is_reachable = is_reachable
-        server.frozen = server.frozen if is_reachable else ""
-        self._notify()
+    def restore(self, server: Server) -> None:
+        """Use a suspended server again: for requests if it still has the newest weights, else once it gets them."""
+        server.state = "joining"
+        self._settle()
 
-    def back_off(self, server: Server, *, refused: bool = False) -> float:
-        """Leave a server out of weight updates for a while; return for how many seconds (in the event loop)."""
-        server.num_failures += 1
-        pause_s = backoff_s(server.num_failures, _FIRST_PAUSE_S, _MAX_PAUSE_S)
-        server.is_backing_off, server.refused = True, refused
-        asyncio.get_running_loop().call_later(pause_s, self._end_pause, server, server.num_failures)
+    def _settle(self) -> None:
+        """Derive who serves and who is joining from the versions."""
+        for server in self.servers:
+            if server.state != "removed":
+                server.state = "serving" if server.version == self.version else "joining"
         self._notify()
-        return pause_s
-
-    def _end_pause(self, server: Server, num_failures: int) -> None:
-        if server.num_failures == num_failures:
-            server.is_backing_off = False
-            self._notify()
 
     @property
     def num_slots(self) -> int | None:
-        """How many requests the healthy servers run at once; None without one, or if one of them does not tell."""
-        slots = [server.facts.slots for server in self.healthy]
+        """How many requests the serving servers run at once; None without a server, or if it is unknown of one."""
+        slots = [server.facts.slots for server in self.serving]
         return None if not slots or None in slots else sum(number or 0 for number in slots)
 
     @property
@@ -158,44 +152,44 @@ class ServerPool:
         return list(self._servers.values())
 
     @property
-    def healthy(self) -> list[Server]:
-        """The reachable servers that hold the newest weights."""
-        return [server for server in self.servers if server.is_reachable and server.version == self.version]
+    def serving(self) -> list[Server]:
+        """The servers that get requests."""
+        return [server for server in self.servers if server.state == "serving"]
 
     @property
     def joining(self) -> list[Server]:
-        """The reachable servers that hold other weights and may get the newest ones now."""
-        return [server for server in self.updatable if server.version != self.version]
+        """The servers that wait for the newest weights."""
+        return [server for server in self.servers if server.state == "joining"]
 
     @property
     def updatable(self) -> list[Server]:
-        """The reachable servers that do not back off."""
-        return [server for server in self.servers if server.is_reachable and not server.is_backing_off]
+        """The servers that weight updates go to."""
+        return [server for server in self.servers if server.state != "removed"]
 
     def describe(self) -> str:
-        """Return what the members are fit for, for messages."""
+        """Return the weights of all members, for messages."""
         words = []
         for one in self.servers:
             weights = "unknown weights" if one.version == NO_VERSION else f"weights {one.version}"
-            words.append(f"{one.address} with {weights}" + ("" if one.is_reachable else ", which does not answer"))
+            words.append(f"{one.address} with {weights}" + (", removed" if one.state == "removed" else ""))
         return "; ".join(words) or "no server"
 
     def pick(self, rid: str, num_tokens: int, avoid: Set[Server] = frozenset()) -> Server | None:
-        """Choose the healthy server that should finish a request first, if possible not one to `avoid`, and count the
+        """Choose the serving server that should finish a request first, if possible not one to `avoid`, and count the
         tokens until `release`. Requests with the same `rid` stay on one server, which has cached their prefix."""
-        healthy = self.healthy
-        if not healthy:
+        serving = self.serving
+        if not serving:
             return None
-        fastest = max((one.tokens_per_s for one in healthy if one.tokens_per_s is not None), default=1.0)
+        fastest = max((one.tokens_per_s for one in serving if one.tokens_per_s is not None), default=1.0)
         server = self._servers.get(self._sticky.get(rid, ""))
-        is_fit = server in healthy and server not in avoid
+        is_fit = server in serving and server not in avoid
         if server is None or not is_fit or _MAX_SLOWNESS * self._expected_tokens_per_s(server, fastest) < fastest:
 
             def order(one: Server) -> tuple[bool, float, int]:
                 work = one.outstanding_tokens + num_tokens
                 return one in avoid, work / self._expected_tokens_per_s(one, fastest), one.num_requests
 
-            server = min(healthy, key=order)
+            server = min(serving, key=order)
         self._sticky[rid] = server.address
         self._sticky.move_to_end(rid)
         if len(self._sticky) > _MAX_STICKY:

@@ -204,7 +204,7 @@ class RemoteInferenceEngine(InferenceEngine):
         if self._clients is not None:
             self._showing.start(self._show())
         if self._membership is not None:
-            self._executor.set_capacity(len(self.servers.healthy) / self.config.num_servers)
+            self._executor.set_capacity(len(self.servers.serving) / self.config.num_servers)
         if self.servers.joining:
             self._executor.loop.ask()
 
@@ -398,7 +398,7 @@ class RemoteInferenceEngine(InferenceEngine):
             self._executor.metrics()
             | waits
             | {
-                "servers/live": float(len(self.servers.healthy)),
+                "servers/live": float(len(self.servers.serving)),
                 "servers/joined": float(membership.num_joined if membership else 0),
                 "servers/left": float(membership.num_left if membership else 0),
                 "perf/generated_tokens_per_s": max(0, now[1] - num_before) / max(1e-3, now[0] - began),

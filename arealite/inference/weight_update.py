@@ -1,7 +1,8 @@
 """The receiving half of a weight update: servers pause, receive the weights through a broadcast group or from a
 checkpoint folder, verify them, and resume; those that stage weights pause only to swap them. Invariants: an update ends
 within its deadline; after it a server serves the new weights, or its old ones if it stages them, or it has no version
-and gets no requests. One rule for failures: a server that fails in an update backs off."""
+and gets no requests; frozen weights are left out only where every server of the update got them in an earlier one, and
+has had every version since. One rule for failures: a server that fails in an update is removed for a while."""
 
 import asyncio
 import contextlib
@@ -11,24 +12,24 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from arealite.api.errors import ServerError, UnreachableError, WeightUpdateError
-from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
-from arealite.inference.backends.base import BroadcastPlan, MismatchError, Segment
+from arealite.api.errors import ConfigError, GroupLostError, ServerError, UnreachableError, WeightUpdateError
+from arealite.api.io_struct import ModelRequest, ParamSpec, WeightUpdateMeta
+from arealite.inference.backends.base import BroadcastPlan, MismatchError, Segment, Sent
 from arealite.inference.completions import Completions
 from arealite.inference.http import OutOfFilesError, ServerConnection, StatusError, deadline_in
-from arealite.inference.pool import NO_VERSION, Server
-from arealite.inference.update_state import LAST_WORD_S, FrozenHolders, WeightUpdate
+from arealite.inference.pool import NO_VERSION, Server, ServerPool
 from arealite.utils import trace
 from arealite.utils.background import gathered, in_thread
 from arealite.utils.distributed import meeting_address
 from arealite.utils.network import LOOPBACK, hold_port, port_of
-from arealite.utils.weight_transfer import group_of, senders_of
+from arealite.utils.weight_transfer import buckets_without, group_of, senders_of
 
 logger = logging.getLogger("arealite.client")
 
@@ -38,6 +39,67 @@ _Call = Callable[[ServerConnection], Coroutine[Any, Any, T]]
 _RESUME_S = 30.0  # most that servers may take to resume after an update, whatever became of it
 _LISTEN_PAUSE_S = 0.01
 _LEAVE_S = 5.0  # deadline for servers to leave a group that is no longer used
+_LAST_WORD_S = 1.0  # in which a server may explain its failure after the sender has failed
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 5.0, 600.0  # for which a server that failed in an update is removed; doubled each time
+
+
+class ServersFailedError(WeightUpdateError):
+    """The update failed by its servers, so it may be repeated with others."""
+
+
+@dataclass(eq=False)
+class WeightUpdate:
+    """State of one update."""
+
+    meta: WeightUpdateMeta
+    version: int
+    deadline: float
+    asked: Sequence[Server] = ()  # servers that were to take part
+    members: Sequence[Server] = ()  # servers that take part, once paused
+    failures: dict[Server, ServerError] = field(default_factory=dict)  # errors of calls
+
+    async def wait_for_sender(self) -> None:
+        """Wait until the sender is done, e.g. the checkpoint is complete."""
+        sender = asyncio.wrap_future(self.meta.uploaded)
+        sender.add_done_callback(lambda one: one.cancelled() or one.exception())  # it may fail when nobody waits
+        left_s = self.deadline - asyncio.get_running_loop().time()
+        await asyncio.wait([sender], timeout=max(0.0, left_s))
+        if not sender.done():
+            raise TimeoutError("the sender did not finish")
+        if (error := sender.exception()) is not None:  # in a wrapper, as it may be one that would end the event loop
+            raise RuntimeError(f"the sender failed with {type(error).__name__}: {error}") from error
+
+
+class FrozenHolders:
+    """The servers that hold the frozen weights of a sender."""
+
+    def __init__(self, servers: ServerPool) -> None:
+        self._servers = servers
+        self._fingerprints: dict[str, str] = {}  # of the last update that brought them
+
+    def among(self, servers: Iterable[Server], meta: WeightUpdateMeta) -> list[Server]:
+        """Return the servers that need not get what is frozen in `meta`."""
+        if meta.frozen is None:
+            return []
+        return [
+            one for one in servers if one.frozen == meta.frozen.fingerprint and one.version == self._servers.version
+        ]
+
+    def note(self, servers: Iterable[Server], meta: WeightUpdateMeta) -> None:
+        """Record that an update has reached these servers."""
+        if not meta.is_partial:
+            self._fingerprints = dict(meta.fingerprints)
+            for server in servers:
+                server.frozen = meta.frozen.fingerprint if meta.frozen else ""
+
+    def buckets(self, meta: WeightUpdateMeta) -> list[list[ParamSpec]]:
+        """Return what a broadcast sends."""
+        return buckets_without(meta.nccl_param_specs, meta.frozen.names if meta.is_partial and meta.frozen else ())
+
+    def sent(self, meta: WeightUpdateMeta) -> Sent:
+        """Return what servers must hold, once the sender is done."""
+        kept = self._fingerprints if meta.is_partial else {}
+        return Sent(kept | meta.fingerprints, meta.is_partial)
 
 
 class WeightReceiver:
@@ -53,19 +115,18 @@ class WeightReceiver:
         self._has_joined = False  # whether the servers of the plan are in its group
         self._port_holder: socket.socket | None = None  # keeps the plan's port until the sender listens there
         self._update: WeightUpdate  # the last one
-        self._is_unverified = False  # whether its members hold weights that nobody has verified yet
-        self._failing_since: float | None = None  # when an update failed with none that succeeded since
+        self._received: WeightUpdate | None = None  # that update once its members have the weights, until `admit`
 
     # An update: begin, receive, sample_canaries, admit, release
 
     async def begin(self, meta: WeightUpdateMeta) -> None:
-        """Start an update by finding out who takes part; those that stage no weights pause, but for the disk."""
+        """Start an update by choosing its servers; those that stage no weights pause, but for the disk."""
         assert meta.version is not None, "the version must be known before servers are told"
         meta.wants_fingerprints = self._config.weight_check.fingerprint and meta.type in self._backend.verifies
         meta.fingerprints, meta.is_partial = {}, False
         self._completions.update_timeout_s = meta.timeout_s
-        self._is_unverified = False
-        self._update = WeightUpdate(meta, meta.version, deadline_in(meta.timeout_s), set(self._servers.healthy))
+        self._received = None
+        self._update = WeightUpdate(meta, meta.version, deadline_in(meta.timeout_s))
         if meta.type == "disk":
             meta.is_partial = self._may_be_partial(self._servers.updatable)
         else:
@@ -94,31 +155,31 @@ class WeightReceiver:
                 await self._hold()
                 await trace.awaited("servers pause", self._reach(self._backend.pause, update.members))
                 await self._on_all(self._backend.swap, update.members)
-        self._is_unverified = True
+        self._received = update
         failures = await trace.awaited("servers resume", self._resume(update.members))
-        self._drop({server: str(error) for server, error in failures.items()})
+        await self.remove(failures)
         if not meta.holds_requests:
             await self.release()
         if not update.members:
-            raise WeightUpdateError(f"servers must resume after a weight update: got {list(failures.values())}")
+            raise ServersFailedError(f"servers must resume after a weight update: got {list(failures.values())}")
 
     async def sample_canaries(self, req: ModelRequest) -> dict[Server, Segment]:
-        """Let every updated server complete `req`, whatever pauses episodes; one that fails is dropped."""
+        """Let every updated server complete `req`, whatever pauses episodes; one that fails is removed."""
         sampling = [self._completions.sample_canary(server, req) for server in self._update.members]
         outcomes = dict(zip(self._update.members, await asyncio.gather(*sampling), strict=True))
-        self._drop({server: str(one) for server, one in outcomes.items() if isinstance(one, ServerError)})
+        await self.remove({server: one for server, one in outcomes.items() if isinstance(one, ServerError)})
         canaries = {server: one for server, one in outcomes.items() if isinstance(one, Segment)}
         if not canaries:
             why = "; ".join(f"{server.address}: {one}" for server, one in outcomes.items())
-            raise WeightUpdateError(f"servers must sample from their new weights: got {why}. Look at their logs.")
+            raise ServersFailedError(f"servers must sample from their new weights: got {why}. Look at their logs.")
         return canaries
 
     async def admit(self) -> None:
         """Route requests to the updated servers, once verified or when verification is off."""
-        if self._is_unverified:
-            self._servers.advance(self._update.members, self._update.version)
-            self._holders.note(self._update.members, self._update.meta)
-        self._is_unverified, self._failing_since = False, None
+        if (update := self._received) is not None:
+            self._received = None
+            self._servers.advance(update.members, update.version)
+            self._holders.note(update.members, update.meta)
 
     async def release(self) -> None:
         """Route requests to the updated servers, also those that the update held."""
@@ -136,10 +197,9 @@ class WeightReceiver:
             await self._completions.hold()
 
     async def _gather(self) -> None:
-        """Decide who takes part. Servers pause, but for those that generate until they swap."""
+        """Choose the servers that take part. They pause, but for those that generate until they swap."""
         update = self._update
-        reachable = [one for one in self._servers.servers if one.is_reachable]
-        update.asked = self._servers.updatable or reachable or self._servers.servers
+        update.asked = self._servers.updatable or self._servers.servers
         if update.meta.only_joining:
             update.asked = self._servers.joining
         if update.meta.is_partial:  # from disk: a server that joined meanwhile gets all weights afterwards
@@ -158,9 +218,8 @@ class WeightReceiver:
         for server in update.failures:
             self._completions.health.suspect(server)
         if not update.members:
-            update.has_dropped = True
             errors = "; ".join(str(error) for error in update.failures.values()) or "no server"
-            raise ServerError(f"at least one inference server must be reachable: got {errors}")
+            raise UnreachableError(f"at least one inference server must be reachable: got {errors}")
         for server in [] if update.meta.only_joining else self._servers.servers:
             if server not in update.members:
                 logger.warning("server %s misses weights %d and idles until the next", server.address, update.version)
@@ -176,7 +235,6 @@ class WeightReceiver:
         """Let servers read the checkpoint, then remove it."""
         meta, path, version = self._update.meta, self._update.meta.path, self._update.version
         assert path is not None, "an update through the disk needs a path"
-        self._update.is_torn = True
         self.num_bytes += await in_thread(lambda: sum(one.stat().st_size for one in Path(path).glob("*.safetensors")))
         sent = self._holders.sent(meta)
         await self._verify(lambda one: self._backend.reload(one, path, version, sent), servers)
@@ -194,7 +252,7 @@ class WeightReceiver:
         meta.also_disk = len(servers) < len(members)
         if meta.also_disk and meta.path is None:
             unable = ", ".join(one.address for one in members if one not in servers)
-            raise ServerError(
+            raise ConfigError(
                 f"every server must take weights by broadcast: got {unable}, which can't. Set "
                 "rollout.weight_update=disk, or start vLLM by python3 -m arealite.launcher.serve.vllm_server."
             )
@@ -248,7 +306,6 @@ class WeightReceiver:
             await self._join(plan)
         self._has_joined = True
         await self._on_all(self._backend.begin, plan.servers)
-        update.is_torn = True  # from the first bucket on a server may hold a mix of old and new layers
         buckets = self._holders.buckets(update.meta)
         for index, specs in enumerate(buckets):
             version = update.version if index == len(buckets) - 1 else None
@@ -290,7 +347,7 @@ class WeightReceiver:
         try:
             await asyncio.wait([task, sender], return_when=asyncio.FIRST_COMPLETED)
             if not task.done() and sender.exception() is not None:
-                await asyncio.wait([task], timeout=LAST_WORD_S)  # a server that refused says why
+                await asyncio.wait([task], timeout=_LAST_WORD_S)  # a server that refused says why
             if not task.done():
                 await self._update.wait_for_sender()  # raises if it has failed
             await task
@@ -311,101 +368,78 @@ class WeightReceiver:
 
     @contextlib.asynccontextmanager
     async def _undone_on_failure(self) -> AsyncIterator[None]:
-        """Turn what goes wrong into a WeightUpdateError, after the servers have left the group and resumed."""
+        """On a failure remove the servers that failed, leave the group and resume the others; raise WeightUpdateError,
+        or ServersFailedError if the update may be repeated."""
         update = self._update
         try:
             yield
         except (Exception, asyncio.CancelledError) as error:
-            if update.is_torn and not self._backend.stages:
-                for server in update.members:
-                    self._servers.mark_weights_lost(server, server.version)
+            may_repeat = False
             if isinstance(error, asyncio.CancelledError):
                 self._plan = None
             else:
-                await asyncio.gather(self._blame(), self._drop_plan())
-            # Servers that may hold a mix of old and new layers, also from an earlier update, stay paused.
-            paused = [one for one in update.asked if one.is_reachable and one.version != NO_VERSION]
+                may_repeat, _ = await asyncio.gather(self._remove_failed(error), self._drop_plan())
+            if not self._backend.stages:  # a server may hold a mix of old and new layers
+                for server in update.members:
+                    self._servers.mark_weights_lost(server, server.version)
+            # Servers that may hold such a mix, also from an earlier update, stay paused.
+            paused = [one for one in update.asked if one.state != "removed" and one.version != NO_VERSION]
             for another in (await self._resume(paused)).values():
                 logger.warning("a server did not resume after a failed weight update: %s", another)
             await self._completions.release()
             if isinstance(error, asyncio.CancelledError):
                 raise
-            raise WeightUpdateError(
-                f"weights of version {update.version} must reach every healthy server within "
+            raise (ServersFailedError if may_repeat else WeightUpdateError)(
+                f"weights of version {update.version} must reach every server within "
                 f"{update.meta.timeout_s:g} s: got {type(error).__name__}: {error}"
             ) from error
 
-    async def _blame(self) -> None:
-        """Find out which servers the update failed by; they back off."""
-        update = self._update
-        if update.has_dropped:  # nobody was there
-            return
-        update.has_lost_sender = await update.is_sender_lost()
+    async def _remove_failed(self, error: Exception) -> bool:
+        """Remove the servers that failed, and return whether the update may be repeated: not if wrong weights reached
+        a serving server, if every server has refused the weights, or if the sender failed."""
+        update, failures = self._update, dict(self._update.failures)
+        is_wrong = any(isinstance(why, MismatchError) and one.state == "serving" for one, why in failures.items())
         dead = await self._completions.health.dead_among(update.asked)
-        failures = {one: str(error) for one, error in update.failures.items() if not isinstance(error, OutOfFilesError)}
-        unreachable = {one: why for one, why in failures.items() if isinstance(update.failures[one], UnreachableError)}
-        unreachable |= dict.fromkeys(dead, "it does not answer")
-        if unreachable or update.has_lost_sender:  # what the others answered may be the consequence
-            self._drop(unreachable)
-        elif any(isinstance(update.failures.get(one), MismatchError) for one in update.serving):
-            update.is_wrong = True
-        else:
-            self._drop(failures)
+        if not (dead or is_wrong):  # else the errors of other servers may be a consequence
+            await self.remove(dict.fromkeys(update.asked, error) if update.meta.only_joining else failures)
+        if is_wrong or (failures and not self._servers.updatable and all(map(self._is_refusal, failures.values()))):
+            return False
+        has_lost_sender = isinstance(error.__cause__, GroupLostError)  # other workers will take its place
+        return bool(dead or failures or has_lost_sender or isinstance(error, UnreachableError))
 
-    def _drop(self, failures: Mapping[Server, str]) -> None:
-        """Remove servers that failed from the last update; they back off."""
+    def _is_refusal(self, error: ServerError) -> bool:
+        """Whether a server would fail alike again; one that refuses a partial update may take all weights."""
+        return isinstance(error, StatusError) and error.status < 500 and not self._update.meta.is_partial
+
+    async def remove(self, failures: Mapping[Server, object]) -> None:
+        """Remove servers that failed from the update and, for a while, from the pool."""
         update = self._update
+        update.members = [one for one in update.members if one not in failures]
         for server, why in failures.items():
-            error = update.failures.get(server)
-            refused = isinstance(error, StatusError) and error.status < 500 and not update.meta.is_partial
-            server.frozen = ""
-            if self._is_unverified:
-                self._servers.mark_weights_lost(server, server.version)
-            pause_s = self._servers.back_off(server, refused=refused)
+            self._servers.mark_weights_lost(server, server.version)
+            pause_s = self._completions.health.remove(server, _FIRST_PAUSE_S, _MAX_PAUSE_S)
             logger.warning(
                 "server %s failed in a weight update and gets none for %g s: %s", server.address, pause_s, why
             )
-        update.has_dropped |= bool(failures)
-        update.members = [one for one in update.members if one not in failures]
 
-    async def drop_joining(self, failures: Mapping[Server, str]) -> dict[Server, str]:
-        """Remove the servers with wrong weights that were only joining, if others are left; return the rest."""
-        update = self._update
-        joining = {one: why for one, why in failures.items() if one not in update.serving}
-        update.is_wrong = len(joining) < len(failures)
-        if not set(update.members) - set(joining) and not self._servers.healthy:
-            return dict(failures)
-        self._drop(joining)
-        return {one: why for one, why in failures.items() if one not in joining}
-
-    async def require_servers(self, error: Exception) -> None:
-        """After an update that failed with `error`: wait until there are servers to repeat it with.
-
-        Raises the error if neither a server nor a lost sender is to blame for it, if every server has refused, or if
-        none is there, or no update has succeeded, for `rollout.setup_timeout` seconds. Joining servers that failed
-        never matter to the others.
-        """
-        update, now = self._update, time.monotonic()
-        for server in update.members if self._is_unverified else []:
+    async def discard(self) -> None:
+        """After a failure: send nothing to servers with unverified weights until the next update."""
+        for server in self._received.members if self._received else []:
             self._servers.mark_weights_lost(server, server.version)
-        self._is_unverified = False
-        if update.meta.only_joining and self._servers.healthy:
-            self._drop({one: str(error) for one in update.asked if one in self._servers.joining})
-            return
-        has_left = any(one not in self._servers.servers for one in update.asked)
-        if not update.is_wrong and (update.has_dropped or has_left or update.has_lost_sender):
-            if update.meta.only_joining:
-                return
-            await self._completions.release()  # requests wait for a server, which has a deadline of its own
-            self._failing_since = self._failing_since or now
-            servers = self._servers.servers
-            have_refused = bool(servers) and all(server.is_backing_off and server.refused for server in servers)
-            if not have_refused and now - self._failing_since <= self._config.setup_timeout:
-                without = "" if update.has_lost_sender else ", without the servers that failed"
-                logger.warning("a weight update is repeated%s: %s", without, error)
-                if await self._completions.wait_for_updatable():
-                    return
-        self._failing_since = None
+        self._received = None
+
+    async def wait_to_repeat(self, error: Exception, failing_since: float) -> None:
+        """Wait for servers with which a failed update can be repeated.
+
+        Raises its error if that would not help, if no server is there within `rollout.setup_timeout` seconds, or if
+        updates have failed for as long.
+        """
+        await self._completions.release()  # requests wait for a server, which has a deadline of its own
+        timeout_s = self._config.setup_timeout
+        if isinstance(error, ServersFailedError) and time.monotonic() - failing_since <= timeout_s:
+            logger.warning("a weight update is repeated, without the servers that failed: %s", error)
+            with contextlib.suppress(TimeoutError):
+                return await self._completions.wait_for_updatable()
         raise error
 
     # Calls to servers
@@ -425,6 +459,8 @@ class WeightReceiver:
         async def call_one(server: Server) -> T | None:
             try:
                 return await call(self._completions.connection(server.address, update.deadline))
+            except OutOfFilesError:  # which is not the server's fault
+                raise
             except ServerError as error:
                 update.failures[server] = error
                 if not (may_be_gone and isinstance(error, UnreachableError)):

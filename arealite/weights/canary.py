@@ -62,7 +62,8 @@ def _judge(
     canaries: Mapping[Server, Segment],
     logprobs_BT: torch.Tensor,
 ) -> None:
-    """Record the largest gap; refuse servers that are beyond the bound or report another version."""
+    """Record the largest gap; refuse weights beyond the bound or of another version, and remove a server that has them
+    if it was only joining."""
     check, model_config = rollout.config.weight_check, actor.model_config
     dtypes = {actor.config.dtype, *(server.facts.dtype for server in canaries)}
     default_bound = _FLOAT32_BOUND if dtypes == {"float32"} else _SHORTER_BOUND
@@ -78,10 +79,11 @@ def _judge(
         elif one.versions is not None and set(one.versions) != {version}:
             complaints[server] = f"{server.address} says version {', '.join(map(str, sorted(set(one.versions))))}"
     rollout.canary_gap = max(gaps, default=None)
-    is_final = check.on_mismatch == "stop"
-    if is_final and complaints:
-        complaints = rollout.run(rollout.receiver.drop_joining(complaints))
     if not complaints:
+        return
+    stops, others = check.on_mismatch == "stop", {*canaries, *rollout.servers.serving} - complaints.keys()
+    if stops and others and all(server.state == "joining" for server in complaints):
+        rollout.run(rollout.receiver.remove(complaints))
         return
     defect = KINDS[rollout.config.backend].tied_embeddings_defect if model_config.tie_word_embeddings else ""
     cause = f"{defect}. Else look at that server's log" if defect else "Look at that server's log"
@@ -89,6 +91,6 @@ def _judge(
         f"every server must sample from weights of version {version}, with logprobs within {bound:g} of the trainer's: "
         f"{'; '.join(complaints.values())}. {cause}; rollout.weight_check.canary_bound is the bound."
     )
-    if is_final:
+    if stops:
         raise WeightUpdateError(text)
     logger.warning("%s", text)

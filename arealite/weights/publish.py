@@ -6,6 +6,7 @@ the new weights and sampled from them, in the order servers, rollout, actor; any
 """
 
 import functools
+import time
 from concurrent.futures import Future, wait
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from arealite.api.run_folder import RunFolder
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.inference.backends import BACKENDS
 from arealite.inference.remote_engine import RemoteInferenceEngine
+from arealite.inference.weight_update import ServersFailedError
 from arealite.utils import heartbeat
 from arealite.utils.distributed import agreed, is_agreed, on_rank_0
 from arealite.weights.canary import check_canary
@@ -28,10 +30,10 @@ def publish_weights(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version
     """Give every server the actor's weights as `version` (collective).
 
     How they travel is `rollout.weight_update`: by broadcast from `rollout.weight_update_senders` ranks, or through a
-    checkpoint in the run folder; how that is verified is `rollout.weight_check`. Servers that fail back off, and it is
-    done again without them. Raises WeightUpdateError if wrong weights arrived (`on_mismatch=stop`), if every server
-    refuses them, or if no server is left or none can be updated for `rollout.setup_timeout` seconds; one try ends
-    within thrice `rollout.weight_update_timeout` and a minute.
+    checkpoint in the run folder; how that is verified is `rollout.weight_check`. Servers that fail are removed, and it
+    is repeated without them. Raises WeightUpdateError if wrong weights arrived (`on_mismatch=stop`), if every server
+    refuses them, or if no server can be updated for `rollout.setup_timeout` seconds; one try ends within thrice
+    `rollout.weight_update_timeout` and a minute.
     """
     rollout.record_update(actor)
     if rollout.config.replay_from:
@@ -40,9 +42,10 @@ def publish_weights(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version
         is_logged = rollout.config.weight_check.fingerprint
         fingerprint = actor.fingerprint() if is_logged else ""  # before anything stops for it
         rollout.pause()
-        is_done = False
-        while not is_done:
-            is_done = _update(actor, rollout, version)
+        failing_since: float | None = None
+        while error := _update(actor, rollout, version):
+            failing_since = failing_since or time.monotonic()
+            _wait_to_repeat(rollout, error, failing_since)
         if is_logged:
             threads = actor.num_threads
             on_rank_0(lambda: record_weights(rollout.config, version, fingerprint, threads=threads))
@@ -52,14 +55,26 @@ def publish_weights(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version
     actor.set_version(version)
 
 
+def _wait_to_repeat(rollout: RemoteInferenceEngine, error: Exception, failing_since: float) -> None:
+    """Wait for servers, or raise the error (collective)."""
+    on_rank_0(lambda: rollout.run(rollout.receiver.wait_to_repeat(error, failing_since)))
+
+
 def _catch_up(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int, num_changes: int) -> None:
     """Give the weights to servers that joined since, unless the actor has been trained meanwhile (collective)."""
-    if actor.num_changes == num_changes:
-        _update(actor, rollout, version, only_joining=True)
+
+    def require_servers(error: Exception) -> None:
+        if not (rollout.servers.serving or isinstance(error, ServersFailedError)):
+            raise error
+
+    if actor.num_changes == num_changes and (error := _update(actor, rollout, version, only_joining=True)):
+        on_rank_0(lambda: require_servers(error))
 
 
-def _update(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int, *, only_joining: bool = False) -> bool:
-    """Update the servers once (collective); return False if servers failed, without which it may be done again."""
+def _update(
+    actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int, *, only_joining: bool = False
+) -> Exception | None:
+    """Update the servers once (collective); return the error of an update that failed on every rank."""
     config, is_disk = rollout.config, rollout.config.weight_update == "disk"
     default_senders = None if BACKENDS[config.backend].receives_at_once else 1
     num_senders = config.weight_update_senders or default_senders
@@ -92,10 +107,9 @@ def _update(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int, *
     except Exception as error:
         if not is_agreed(error):  # it failed on this rank alone: the others wait in a collective
             raise
-        failure = error
-        on_rank_0(lambda: rollout.run(rollout.receiver.require_servers(failure)))
-        return False
-    return True
+        on_rank_0(lambda: rollout.run(rollout.receiver.discard()))
+        return error
+    return None
 
 
 def _note_servers(error: Exception, receiving: Future[None] | None) -> None:

@@ -259,7 +259,7 @@ def test_a_registry_that_does_not_answer_changes_nothing(
     registry.put("server-2", (third := serving(stack)).address)
     until(lambda: len(addresses(engine)) == 3)
     assert set(addresses(engine)) == {first.address, second.address, third.address}
-    assert {one.address for one in engine.servers.healthy} == {first.address, second.address}
+    assert {one.address for one in engine.servers.serving} == {first.address, second.address}
 
 
 @pytest.mark.parametrize("limit", [None, 10])
@@ -276,7 +276,7 @@ def test_capacity_follows_the_members_up_to_what_is_configured(
     until(lambda: len(engine.servers.servers) == 3)
     assert account.max_concurrent == 10, "who has no weights adds nothing"
     publish(engine, 1)
-    until(lambda: len(engine.servers.healthy) == 3 and account.max_concurrent == (limit or 15))
+    until(lambda: len(engine.servers.serving) == 3 and account.max_concurrent == (limit or 15))
     for index, expected in ((2, 10), (1, 5), (0, 1)):
         registry.put(f"server-{index}", servers[index].address, state="leaving")
         until(functools.partial(lambda expected: account.max_concurrent == expected, expected))

@@ -27,7 +27,7 @@ from arealite.api.cli_args import InferenceEngineConfig, OptimizerConfig, PPOAct
 from arealite.api.errors import WeightUpdateError
 from arealite.api.io_struct import FinetuneSpec
 from arealite.engine.ppo.actor import FSDPPPOActor
-from arealite.inference import pool
+from arealite.inference import weight_update
 from arealite.inference.pool import ServerFacts
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.utils.processes import REGISTRY_VARIABLE
@@ -269,7 +269,7 @@ def test_a_newcomer_that_does_not_fit_is_turned_away(
     batch = rollout.rollout_batch(rows(8), SamplingWorkflow(max_new_tokens=100, min_new_tokens=100))
     assert batch.batch_size[0] == 8
     publish_weights(actor, rollout, version=2)
-    assert [one.address for one in rollout.servers.healthy] == [good.address]
+    assert [one.address for one in rollout.servers.serving] == [good.address]
     assert f"server {other.address} failed in a weight update and gets none for 5 s" in caplog.text
     good.dies_at = "/begin_weight_update"
     rollout.config.setup_timeout = 1.0
@@ -306,8 +306,8 @@ def test_a_server_that_fails_in_every_update_ends_the_run_after_setup_timeout(
     registry.put("server-0", sick.address)
     actor, rollout = start(stack, model_path, 1)
     publish_weights(actor, rollout, version=1)
-    monkeypatch.setattr(pool, "_FIRST_PAUSE_S", 0.1)
-    monkeypatch.setattr(pool, "_MAX_PAUSE_S", 0.2)
+    monkeypatch.setattr(weight_update, "_FIRST_PAUSE_S", 0.1)
+    monkeypatch.setattr(weight_update, "_MAX_PAUSE_S", 0.2)
     rollout.config.setup_timeout = 6.0
     sick.calls.clear()
     sick.sick_at = "/begin_weight_update"
@@ -338,9 +338,9 @@ def test_who_can_not_catch_up_is_left_alone_and_the_run_goes_on(
     for _ in range(2):
         assert rollout.rollout_batch(rows(8), workflow).batch_size[0] == 8
     assert sum("gets none for 5 s" in line for line in caplog.messages) == 1, "no hot loop"
-    assert rollout.stats.failed == 0 and [one.address for one in rollout.servers.healthy] == [good.address]
+    assert rollout.stats.failed == 0 and [one.address for one in rollout.servers.serving] == [good.address]
     publish_weights(actor, rollout, version=2)
-    assert [one.address for one in rollout.servers.healthy] == [good.address], "it may not end the run either"
+    assert [one.address for one in rollout.servers.serving] == [good.address], "it may not end the run either"
 
 
 def test_a_server_that_may_hold_half_of_the_weights_is_no_newcomer(
@@ -357,7 +357,7 @@ def test_a_server_that_may_hold_half_of_the_weights_is_no_newcomer(
     registry.put("server-1", other.address)
     until(lambda: len(rollout.servers.servers) == 2)
     publish_weights(actor, rollout, version=2)
-    assert [(one.address, one.version) for one in rollout.servers.healthy] == [(good.address, 2)]
+    assert [(one.address, one.version) for one in rollout.servers.serving] == [(good.address, 2)]
 
 
 def test_a_sender_that_fails_is_not_asked_again(

@@ -91,10 +91,10 @@ async def test_requests_of_a_stopped_server_are_given_up_and_it_is_readmitted(tm
             os.kill(pid, signal.SIGSTOP)
             with pytest.raises(UnreachableError, match=f"{address} must reach a live server"):
                 await post(health, server, {"seconds": 600}, timeout_s=600)
-            assert not server.is_reachable and second.is_reachable
+            assert (server.state, second.state) == ("removed", "serving")
             os.kill(pid, signal.SIGCONT)
             async with asyncio.timeout(120):
-                while not server.is_reachable:
+                while server.state == "removed":
                     await asyncio.sleep(0.02)
 
 
@@ -104,7 +104,7 @@ async def test_requests_wait_for_a_stopped_server_if_there_is_no_other(tmp_path:
             os.kill(pid, signal.SIGSTOP)
             request = asyncio.create_task(post(health, server, {"seconds": 0}))
             async with asyncio.timeout(120):
-                while server.is_reachable:
+                while server.state == "serving":
                     await asyncio.sleep(0.02)
             await asyncio.sleep(1)
             assert not request.done()
@@ -122,10 +122,10 @@ async def test_a_server_that_spoke_no_http_is_readmitted(kind: str, caplog: pyte
         async with watching(one.address) as (health, (server,), _):
             assert await health.dead_among([server]) == [server]
             await asyncio.sleep(0.5)
-            assert not server.is_reachable
+            assert server.state == "removed"
             one.raw.clear()
             async with asyncio.timeout(120):
-                while not server.is_reachable:
+                while server.state == "removed":
                     await asyncio.sleep(0.02)
     gc.collect()  # asyncio reports a task that failed when nothing refers to it any more
     assert SECRET not in caplog.text and "failed" not in caplog.text and "exception" not in caplog.text
@@ -148,14 +148,14 @@ async def test_without_a_file_to_ask_no_server_is_judged() -> None:
                 dead = await health.dead_among([server])
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            assert dead == [] and server.is_reachable
+            assert dead == [] and server.state == "serving"
 
 
 async def test_a_long_request_on_a_healthy_server_is_left_alone(tmp_path: Path) -> None:
     with started(tmp_path) as (address, _), started(tmp_path) as (other, _):
         async with watching(address, other) as (health, (server, _), _):
             assert await post(health, server, {"seconds": 3.5}) == {"done": True}
-            assert server.is_reachable
+            assert server.state == "serving"
 
 
 async def test_answers_are_signs_of_life_even_if_health_is_slow(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ async def test_answers_are_signs_of_life_even_if_health_is_slow(tmp_path: Path) 
             long = asyncio.create_task(post(health, server, {"seconds": 3.5}))
             while not long.done():
                 await post(health, server, {"seconds": 0.1})
-            assert await long == {"done": True} and server.is_reachable
+            assert await long == {"done": True} and server.state == "serving"
 
 
 async def test_nobody_is_judged_during_a_publication(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ async def test_nobody_is_judged_during_a_publication(tmp_path: Path) -> None:
         async with watching(address, other) as (health, (server, _), may_generate):
             may_generate.clear()
             assert await post(health, server, {"seconds": 3.5}) == {"done": True}
-            assert server.is_reachable
+            assert server.state == "serving"
 
 
 async def test_a_sick_server_that_answers_health_gets_requests_ever_more_rarely(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ async def test_a_sick_server_that_answers_health_gets_requests_ever_more_rarely(
         began = time.monotonic()
         health.suspect(server)
         async with asyncio.timeout(120):
-            while not server.is_reachable:
+            while server.state == "removed":
                 await asyncio.sleep(0.01)
         return time.monotonic() - began
 

@@ -33,9 +33,9 @@ def test_the_least_loaded_server_is_picked_and_rids_stick() -> None:
     servers.release(b, 10)
     assert servers.pick("new", 5) is b
     assert servers.pick("r0", 100) is a
-    a.is_reachable = False
+    servers.suspend(a)
     assert servers.pick("r0", 1) is b, "5 tokens against c's 10"
-    a.is_reachable = True
+    servers.restore(a)
     assert servers.pick("r0", 1) is b, "it has moved"
     servers.remove("b")
     assert servers.pick("r0", 1) is c
@@ -63,10 +63,10 @@ def test_only_servers_with_the_newest_weights_are_picked() -> None:
     assert [servers.pick(rid, 1) for rid in ("r", "r", "s", "t")] == [b] * 4, "also a rid that was with another"
     servers.add("old")
     servers.add("new")
-    servers.servers[-1].version = 3
+    servers.advance([b, servers.servers[-1]], 3)
     assert servers.pick("u", 1) is servers.servers[-1], "the new one"
     servers.remove("new")
-    b.is_reachable = False
+    servers.suspend(b)
     assert servers.pick("v", 1) is None, "requests wait for it"
     assert [one.address for one in servers.joining] == ["a", "old"]
     servers.advance([a], 4)
@@ -226,9 +226,9 @@ def test_a_server_that_joins_gets_its_share_at_once() -> None:
     async def run() -> None:
         fleet = Fleet(Nature(crowding=0.5), Nature(crowding=0.5), num_clients=64)
         joining = fleet.servers.servers[1]
-        joining.is_reachable = False
+        fleet.servers.suspend(joining)
         assert await fleet.shares(200) == [1, 0]
-        joining.is_reachable = True
+        fleet.servers.restore(joining)
         await fleet.shares(60)
         assert await fleet.shares(300) == pytest.approx([0.5, 0.5], abs=0.05)
 
@@ -249,12 +249,6 @@ def test_a_pause_doubles_up_to_its_limit_whatever_the_number_of_failures() -> No
     assert [backoff_s(number, 0.5, 60.0) for number in (1, 2, 3, 8, 9, 5000)] == [0.5, 1.0, 2.0, 60.0, 60.0, 60.0]
 
 
-async def test_a_server_that_has_failed_thousands_of_times_backs_off_as_long_as_any() -> None:
-    servers = pool_of(["a"])
-    servers.servers[0].num_failures = 5000
-    assert servers.back_off(servers.servers[0]) == 600.0
-
-
 def test_a_pool_mirrors_another_but_keeps_what_it_has_found_out() -> None:
     ours, theirs = ServerPool(), ServerPool()
     for address in ("a:1", "b:1"):
@@ -264,10 +258,10 @@ def test_a_pool_mirrors_another_but_keeps_what_it_has_found_out() -> None:
     a, b = ours.servers
     assert [(one.address, one.version, one.facts.num_gpus) for one in (a, b)] == [("a:1", 3, 2), ("b:1", 3, 2)]
     ours.mark_weights_lost(a, 3)
-    ours.mark_reachable(b, False)
+    ours.suspend(b)
     ours.mirror(theirs.view())  # which knows of neither
-    assert ours.healthy == [] and ours.servers == [a, b]
+    assert ours.serving == [] and ours.servers == [a, b]
     theirs.remove("b:1")
     theirs.advance(theirs.servers, 4)
     ours.mirror(theirs.view())
-    assert ours.healthy == [a] and (ours.version, a.version) == (4, 4)
+    assert ours.serving == [a] and (ours.version, a.version) == (4, 4)

@@ -404,7 +404,7 @@ def test_another_server_takes_over_and_the_first_is_readmitted() -> None:
             assert generate(engine, rid=f"y{index}", max_new_tokens=2).server == second.address
         first.is_healthy = True
         deadline = time.monotonic() + 120
-        while not all(server.is_reachable for server in engine.servers.servers):
+        while not all(server.state != "removed" for server in engine.servers.servers):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert generate(engine, rid="z", max_new_tokens=2).server == first.address
@@ -439,7 +439,7 @@ def test_a_client_without_files_accuses_no_server(monkeypatch: pytest.MonkeyPatc
                 engine._require_executor().loop.run(engine.agenerate(request))
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert [one.is_reachable for one in engine.servers.servers] == [True]
+        assert [one.state for one in engine.servers.servers] == ["serving"]
         assert generate(engine, max_new_tokens=1).output_len == 1
 
 

@@ -141,8 +141,6 @@ def test_what_an_update_has_woken_is_not_woken_again(kind: type[ScriptedServer],
                 update(engine, tmp_path / f"failing-{version}", version)
             assert server.asleep == {"kv_cache"} and server.is_paused
             server.refusals = {}
-            (member,) = engine.servers.servers
-            member.is_backing_off = False
             if sleeps_again:
                 engine.sleep()
                 assert server.asleep == BOTH
@@ -163,7 +161,7 @@ def test_a_server_that_keeps_its_memory_ends_the_run_and_gets_no_requests() -> N
     with connected(good, bad) as engine:
         with pytest.raises(ServerError, match=f"{bad.address}{RELEASE} must succeed: got status 500: .*CUDA error"):
             engine.sleep()
-        assert good.asleep == BOTH and not engine.servers.healthy
+        assert good.asleep == BOTH and not engine.servers.serving
 
 
 def test_a_server_that_ends_asleep_is_named_and_the_others_go_on(tmp_path: Path) -> None:
@@ -178,7 +176,7 @@ def test_a_server_that_ends_asleep_is_named_and_the_others_go_on(tmp_path: Path)
         engine.sleep()
         life.close()
         update(engine, tmp_path / "1", 1)
-        assert f"{dies.address} with unknown weights, which does not answer" in engine.servers.describe()
+        assert f"{dies.address} with unknown weights, removed" in engine.servers.describe()
         assert generate(engine, 4).server == good.address
         engine.sleep()
         assert good.asleep == BOTH, "the memory of one that has ended is free"

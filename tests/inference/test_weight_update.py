@@ -244,7 +244,7 @@ def test_a_server_that_is_gone_is_left_out_until_it_is_back(
             response = sample(engine, f"2-{index}")
             assert (response.server, response.output_versions) == (stays.address, [2])
         deadline = time.monotonic() + 120
-        while not all(one.is_reachable for one in engine.servers.servers):
+        while not all(one.state != "removed" for one in engine.servers.servers):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         publish_either(3)
@@ -308,7 +308,7 @@ def test_a_swap_that_fails_leaves_the_others_to_an_update_that_is_repeated(
         if version == 1:
             with pytest.raises(WeightUpdateError, match=f"{bad.address}{endpoint} must succeed: .*not now"):
                 future.result(120)
-            assert [one.is_backing_off for one in engine.servers.servers] == [False, True]
+            assert [one.state for one in engine.servers.servers] == ["serving", "removed"]
             assert not good.is_paused
     future.result(120)
     assert good.weights == {"disk": "2"} and bad.weights == {} and sample(engine).server == good.address
@@ -410,10 +410,10 @@ def test_a_server_that_refuses_is_named_and_the_others_go_on(stack: contextlib.E
     meta.timeout_s = 60.0
     publish(engine, Sender(), meta, 1.0)
     check_weights(good, 1.0)
-    assert bad.weights == {}, "it backs off"
-    (member,) = [one for one in engine.servers.servers if one.is_backing_off]
+    assert bad.weights == {}, "it is removed"
+    (member,) = [one for one in engine.servers.servers if one.state == "removed"]
     assert member.address == bad.address
-    member.is_backing_off = False
+    in_loop(engine, lambda: engine.servers.restore(member))
     publish(engine, Sender(), meta, 2.0)
     check_weights(good, 2.0)
     check_weights(bad, 2.0)
@@ -466,7 +466,7 @@ def test_what_a_server_says_of_tensors_that_differ_is_a_list_of_names(
         meta.uploaded.set_result(None)
         with refused:
             future.result(120)
-    assert [one.address for one in engine.servers.servers if one.is_backing_off] == [bad.address]
+    assert [one.address for one in engine.servers.servers if one.state == "removed"] == [bad.address]
 
 
 @pytest.mark.parametrize("status", [400, 409])
@@ -484,9 +484,8 @@ def test_wrong_weights_are_known_by_the_status_and_not_by_words(
     meta.uploaded.set_result(None)
     with pytest.raises(WeightUpdateError, match=f"{bad.address}/update_weights_from_disk must succeed"):
         future.result(120)
-    backing_off = [one.address for one in engine.servers.servers if one.is_backing_off]
-    assert backing_off == ([bad.address] if status == 400 else [])
-    assert engine.receiver._update.is_wrong == (status == 409)
+    removed = [one.address for one in engine.servers.servers if one.state == "removed"]
+    assert removed == ([bad.address] if status == 400 else [])
 
 
 def test_a_checkpoint_that_can_not_be_removed_is_reported_once_all_servers_have_it(
@@ -654,8 +653,7 @@ def test_a_sender_whose_workers_are_lost_is_no_fault_of_the_servers(stack: conte
     meta.uploaded.set_exception(GroupLostError("a worker died"))
     with pytest.raises(WeightUpdateError) as raised:
         future.result(120)
-    engine.run(engine.receiver.require_servers(raised.value))  # returns: it may be repeated
-    assert not engine.servers.servers[0].is_backing_off
+    engine.run(engine.receiver.wait_to_repeat(raised.value, time.monotonic()))  # returns: it may be repeated
     publish(engine, Sender(), by_broadcast(), 2.0)
     check_weights(server, 2.0)
 

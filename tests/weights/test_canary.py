@@ -273,13 +273,11 @@ def test_a_canary_stops_a_publication_before_versions_advance(stack: contextlib.
 def test_wrong_weights_are_not_sent_again_because_a_joining_server_got_them_too(
     stack: contextlib.ExitStack, model_path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is dropped from the update, but the one that serves has them nevertheless."""
     servers = lite(stack), lite(stack)
     actor, rollout = make_actor(stack, model_path), connect(stack, *servers, check_canary_bound=1e-12)
     in_loop(rollout, lambda: rollout.servers.mark_weights_lost(rollout.servers.servers[1], 0))
     with pytest.raises(WeightUpdateError, match=rf"{servers[0].address} differs by"):
         publish_weights(actor, rollout, version=1)
-    assert f"server {servers[1].address} failed in a weight update" in caplog.text
     assert "a weight update is repeated" not in caplog.text
 
 
@@ -307,7 +305,7 @@ def test_a_server_that_is_gone_is_no_fault_of_its_weights(stack: contextlib.Exit
         actor, rollout = make_actor(stack, model_path), connect(stack, stays, leaves)
         publish_weights(actor, rollout, version=1)
     check_canary(actor, rollout, version=1)
-    assert [server.is_reachable for server in rollout.servers.servers] == [True, False]
+    assert [server.state for server in rollout.servers.servers] == ["serving", "removed"]
 
 
 class UnluckyServer(LiteServer):

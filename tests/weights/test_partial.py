@@ -18,7 +18,7 @@ from arealite.api.io_struct import FinetuneSpec
 from arealite.engine.hf_model import iter_full_params
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.sglang_remote import RemoteSGLangEngine
-from arealite.inference import pool
+from arealite.inference import weight_update
 from arealite.weights.publish import publish_weights
 
 pytestmark = pytest.mark.xdist_group("lite_servers")
@@ -95,8 +95,8 @@ def test_what_never_changes_is_sent_once(
     files = way == "disk" and 2**13  # headers of safetensors
     assert 0 <= publish(actor, rollout, first) - whole <= files
     assert 0 <= publish(actor, rollout, first) - attention <= files < whole - attention
-    rollout.servers.mark_reachable(rollout.servers.servers[0], False)
-    rollout.servers.mark_reachable(rollout.servers.servers[0], True)  # maybe as another process
+    rollout.servers.suspend(rollout.servers.servers[0])
+    rollout.servers.restore(rollout.servers.servers[0])  # maybe as another process
     assert 0 <= publish(actor, rollout, first) - whole <= files
     stack.enter_context(serve(second))
     rollout._require_executor().loop.run(rollout._completions.connect([second.address]))  # it joins
@@ -109,7 +109,7 @@ def test_a_server_that_was_started_anew_unseen_gets_all_weights(
     actor: FSDPPPOActor, stack: contextlib.ExitStack, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It refuses to keep what nobody has sent to it, and is not given up for that."""
-    monkeypatch.setattr(pool, "_FIRST_PAUSE_S", 0.1)
+    monkeypatch.setattr(weight_update, "_FIRST_PAUSE_S", 0.1)
     before, anew = other_server(), other_server()
     with serve(before):
         rollout = connected(stack, before, way, tmp_path)

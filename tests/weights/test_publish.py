@@ -197,7 +197,7 @@ def test_a_publication_is_done_again_without_a_server_that_freezes_in_it(
     publish_weights(actor, rollout, version=1)
     assert actor.get_version() == rollout.get_version() == 1
     assert re.search(rf"repeated, without the servers that failed: weights of version 1 .*{address}", caplog.text)
-    assert f"server {address} failed in a weight update and gets none for 5 s: it does not answer" in caplog.text
+    assert f"server {address} does not answer, others take over" in caplog.text
     response = sampled(rollout, "after")
     assert (response.server, set(response.output_versions)) == (servers[0][0], {1})
     assert response.output_logprobs == pytest.approx(trainers_logprobs(actor, response), abs=1e-4)
