@@ -24,9 +24,9 @@ class Senders:
 
     def __init__(self, meta: WeightUpdateMeta) -> None:
         """Form the groups, as rank 0 and the others do."""
-        size, more = meta.nccl_world_size, {"timeout_s": meta.timeout_s}
-        place = meta.nccl_master_address, meta.nccl_master_port
-        names = {sender: group_of(meta.nccl_group_name, sender) for sender in senders_of(meta.nccl_param_specs)}
+        size, more = meta.transfer.world_size, {"timeout_s": meta.timeout_s}
+        place = meta.transfer.meeting_point
+        names = {sender: group_of(meta.transfer.group_name, sender) for sender in senders_of(meta.nccl_param_specs)}
         self.groups: dict[int, BroadcastGroup] = {}
         self._pool = ThreadPoolExecutor(len(names))
         others = {
@@ -48,7 +48,7 @@ class Senders:
             parts = {sender: [weights[one.name] for one in specs if one.owner == sender] for sender in self.groups}
             for sent in [self._pool.submit(send_bucket, self.groups[one], part) for one, part in parts.items()]:
                 sent.result()
-        meta.uploaded.set_result(None)
+        meta.transfer.uploaded.set_result(None)
 
     def close(self) -> None:
         for group in self.groups.values():

@@ -164,62 +164,72 @@ class SendsWeights(Protocol):
 
 
 @dataclass
-class WeightUpdateMeta:
-    """How weights are published, any number of times; shared by the sending and the receiving half on rank 0.
+class WeightTransfer:
+    """One weight update, from the receiving engine to the sender, and the sender's answer.
 
-    `uploaded` connects the halves: the sender resolves it (disk: the checkpoint lies at `path`; broadcast: the last
-    tensor was sent) or fails it with its exception, and the receiver never waits for a sender that has failed. Every
-    `update_weights` makes a new one, and a pickled copy, for other ranks, has one of its own.
+    `uploaded` connects the halves: the sender resolves it (disk: the checkpoint lies at the path; broadcast: the last
+    tensor was sent) or fails it with its exception, and the receiver never waits for a sender that has failed.
     """
 
-    type: Literal["disk", "nccl", "shared"]
-    """`shared` is a server in the process of the sender, which samples from the sender's own parameters; the receiving
-    engine turns any other into it."""
+    version: int = -1
+    group_name: str = ""
+    """Of the group in which rank 0 sends; `weight_transfer.group_of` names those of other senders."""
+    meeting_point: tuple[str, int] = ("127.0.0.1", 0)
+    """Address and port of all groups."""
+    world_size: int = 0
+    """A sender plus the GPUs of all receivers."""
+    backend: Literal["nccl", "gloo"] = "gloo"
+    also_disk: bool = False
+    """Whether a broadcast has receivers that read a checkpoint instead."""
+    is_partial: bool = False
+    """Whether every receiver holds what is frozen, which is left out."""
+    wants_fingerprints: bool = False
+    """Whether the receivers verify what they get."""
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    """Of each tensor that was sent, if wanted; the sender sets it before it resolves `uploaded`."""
+    is_shared: bool = False
+    """Whether nothing is sent, as the server is in the sender's process and samples from its own parameters."""
+    shares: WeightSharing | None = field(default=None, repr=False, compare=False)
+    """That server; None in a pickled copy, for other ranks."""
+    uploaded: Future[None] = field(default_factory=Future, repr=False, compare=False)
+    """A pickled copy has its own."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "shares": None, "uploaded": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, uploaded=Future())
+
+
+@dataclass
+class WeightUpdateMeta:
+    """How weights are published, any number of times: the argument of `update_weights` and `upload_weights`."""
+
+    type: Literal["disk", "nccl"]
     version: int | None = None
-    """Version that the servers will report; None, or still that of the last time, is one more than the rollout's."""
-    last_version: int | None = None
-    """What `version` was the last time this was published; the receiving engine fills it in."""
+    """Version that the servers will report; None, or that of the last update, is one more than the rollout's."""
     path: str | None = None
-    nccl_master_address: str = "127.0.0.1"
-    nccl_master_port: int = 0
     nccl_param_specs: list[list[ParamSpec]] = field(default_factory=list)
     """Buckets of all tensors in send order."""
     nccl_group_name: str = "update_weight_group"
-    """Of the group in which rank 0 sends; `weight_transfer.group_of` names those of other senders."""
+    """Prefix of the names of broadcast groups."""
     sender_group: str | None = None
     """Broadcast group that the sender is in, "" if it is in none, as one that was started anew; None if unknown."""
-    nccl_world_size: int = 0
-    """A sender plus the GPUs of all receivers; the receiving engine fills it in from the live servers."""
-    nccl_backend: Literal["nccl", "gloo"] = "gloo"
-    """Transport of the group; the receiving engine fills it in."""
     timeout_s: float = 120.0
     holds_requests: bool = False
     """Whether interrupted requests wait for `resume`, and not only until the servers have the weights."""
     only_joining: bool = False
     """Whether this is for servers that lack the newest version, while the others continue."""
-    also_disk: bool = False
-    """Whether a broadcast has receivers that read a checkpoint at `path`; the receiving engine fills it in."""
     frozen: FrozenWeights | None = None
     """What need not be sent again; None sends every tensor each time."""
-    is_partial: bool = False
-    """Whether every receiver holds what is `frozen`, which is left out; the receiving engine fills it in."""
-    wants_fingerprints: bool = False
-    """Whether the receivers verify what they get; the receiving engine fills it in."""
-    fingerprints: dict[str, str] = field(default_factory=dict)
-    """Of each tensor that was sent, if wanted; the sender fills it in before it resolves `uploaded`."""
     meeting_point: Callable[[str], tuple[str, int, bool]] | None = field(default=None, repr=False, compare=False)
     """Tells, for a host, the address and port at which a sender in another process will listen for it, and whether the
     sender has a GPU; None is this process."""
-    shares: WeightSharing | None = field(default=None, repr=False, compare=False)
-    """The server of a `shared` update; the receiving engine fills it in."""
-    uploaded: Future[None] = field(default_factory=Future, repr=False, compare=False)
+    transfer: WeightTransfer = field(default_factory=WeightTransfer)
+    """The last update; every `update_weights` makes a new one."""
 
     def __getstate__(self) -> dict[str, Any]:
-        of_process = ("uploaded", "meeting_point", "shares")
-        return {name: value for name, value in self.__dict__.items() if name not in of_process}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, uploaded=Future(), meeting_point=None, shares=None)
+        return {**self.__dict__, "meeting_point": None}
 
     @classmethod
     def from_disk(cls, saver: SaverConfig, version: int | None = None, timeout_s: float = 120.0) -> WeightUpdateMeta:

@@ -60,7 +60,7 @@ def _meeting_point(engine: Any, toward: str) -> tuple[str, int, bool]:
 def _upload(engine: Any, meta: WeightUpdateMeta) -> dict[str, str]:
     """Send the weights and return the fingerprints that rank 0 computed."""
     engine.upload_weights(meta)
-    return meta.fingerprints
+    return meta.transfer.fingerprints
 
 
 class Scatterer(Protocol):
@@ -218,11 +218,11 @@ class RemoteEngine:
         try:
             timeout_s = min(_UPLOAD_TIMEOUTS * meta.timeout_s, self.group.spec.call_timeout_s)
             task = self.submit(_upload, args=(meta,), redo="never", timeout_s=timeout_s, life=self._life)
-            meta.fingerprints |= self.wait(task).value
+            meta.transfer.fingerprints |= self.wait(task).value
         except BaseException as error:
-            meta.uploaded.set_exception(error)
+            meta.transfer.uploaded.set_exception(error)
             raise
-        meta.uploaded.set_result(None)
+        meta.transfer.uploaded.set_result(None)
 
     def _value(self, run: Run, *args: Any, redo: Redo = "until_done", **kwargs: Any) -> Any:
         """Run a method without a batch on every rank and return rank 0's value; `redo` is that of a Call."""

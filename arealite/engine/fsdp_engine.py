@@ -387,23 +387,22 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
         """Send the weights in `dtype` to the folder or groups of `meta`, or share them with its server.
 
-        Collective and blocking; `meta` of rank 0 applies. Resolves `meta.uploaded` on rank 0; a failure raises on every
-        rank.
+        Collective; `meta` of rank 0 applies. Resolves `uploaded` on rank 0; a failure raises on every rank.
         """
         try:
             meta = distributed.from_rank_0(meta, self._group)
-            assert not meta.is_partial or meta.frozen == self.frozen_weights, "frozen weights have changed"
-            if meta.type == "disk":
-                fsdp_weights.publish_checkpoint(self.model, meta, self.dtype)
-            elif meta.type == "shared":
-                self._shares = meta.shares
+            assert not meta.transfer.is_partial or meta.frozen == self.frozen_weights, "frozen weights have changed"
+            if meta.transfer.is_shared:
+                self._shares = meta.transfer.shares
                 fsdp_weights.share_whole_model(self.model, meta, self.dtype)
+            elif meta.type == "disk":
+                fsdp_weights.publish_checkpoint(self.model, meta, self.dtype)
             else:
                 self._sender.send(self.model, meta, self.dtype)
         except BaseException as error:
             self._sender.close()
-            if not meta.uploaded.done():
-                meta.uploaded.set_exception(error)
+            if not meta.transfer.uploaded.done():
+                meta.transfer.uploaded.set_exception(error)
             raise
-        if not meta.uploaded.done():
-            meta.uploaded.set_result(None)
+        if not meta.transfer.uploaded.done():
+            meta.transfer.uploaded.set_result(None)

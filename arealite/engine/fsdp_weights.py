@@ -66,7 +66,7 @@ def write_whole_adapter(model: PreTrainedModel, path: str) -> None:
 def publish_checkpoint(model: PreTrainedModel, meta: WeightUpdateMeta, dtype: torch.dtype) -> None:
     """Write a checkpoint, of all tensors or of those that can change, that appears at once at `meta.path`, in place of
     an existing one (collective)."""
-    state = _gather(model, dtype, is_partial=meta.is_partial)
+    state = _gather(model, dtype, is_partial=meta.transfer.is_partial)
     torch.cuda.empty_cache()  # servers that wake up on this device need what the update took; nothing without one
 
     def publish() -> None:
@@ -75,8 +75,8 @@ def publish_checkpoint(model: PreTrainedModel, meta: WeightUpdateMeta, dtype: to
         shutil.rmtree(partial, ignore_errors=True)
         write_checkpoint(model, state, partial, dtype)
         publish_folder(Path(partial), Path(meta.path))
-        if meta.wants_fingerprints:
-            meta.fingerprints |= fingerprints(state)
+        if meta.transfer.wants_fingerprints:
+            meta.transfer.fingerprints |= fingerprints(state)
 
     on_rank_0(publish)
 
@@ -101,29 +101,29 @@ class WeightSender:
 
     def send(self, model: PreTrainedModel, meta: WeightUpdateMeta, dtype: torch.dtype) -> None:
         """Gather each tensor to its owner, which sends it (collective); receivers outside get a checkpoint."""
-        if self.update != meta.nccl_group_name:
+        if self.update != meta.transfer.group_name:
             agreed(lambda: self._join(meta))
         error: Exception | None = None
         found: dict[str, str] = {}
-        buckets = buckets_without(meta.nccl_param_specs, frozen_names(model) if meta.is_partial else ())
+        buckets = buckets_without(meta.nccl_param_specs, frozen_names(model) if meta.transfer.is_partial else ())
         owners = [spec.owner for bucket in buckets for spec in bucket]
-        params = iter_full_params(model, dtype, is_partial=meta.is_partial, owners=owners)
+        params = iter_full_params(model, dtype, is_partial=meta.transfer.is_partial, owners=owners)
         for specs in buckets:
             own = {name: one for name, one in itertools.islice(params, len(specs)) if not one.is_meta}
             if own and error is None:
                 try:
                     if self._group is not None:
                         send_bucket(self._group, list(own.values()), timeout_s=meta.timeout_s)
-                    if meta.wants_fingerprints:
+                    if meta.transfer.wants_fingerprints:
                         found |= fingerprints(own)
                 except Exception as caught:
                     error = caught
                     self.close()
         raise_on_every_rank(error)
-        if meta.wants_fingerprints:
+        if meta.transfer.wants_fingerprints:
             for one in of_all_ranks(found):
-                meta.fingerprints |= one
-        if meta.also_disk:
+                meta.transfer.fingerprints |= one
+        if meta.transfer.also_disk:
             publish_checkpoint(model, meta, dtype)
 
     def close(self) -> None:
@@ -138,27 +138,27 @@ class WeightSender:
         There is none if no server takes broadcasts.
         """
         self.close()
-        rank, size, timeout_s = dist.get_rank(), meta.nccl_world_size, meta.timeout_s
-        place = meta.nccl_master_address, meta.nccl_master_port
+        rank, size, timeout_s = dist.get_rank(), meta.transfer.world_size, meta.timeout_s
+        place = meta.transfer.meeting_point
         for num_before, sender in enumerate(senders_of(meta.nccl_param_specs) if size > 1 else ()):
-            name = group_of(meta.nccl_group_name, sender)
+            name = group_of(meta.transfer.group_name, sender)
             if rank == 0 and sender != 0:
                 self._stores.append(host_group(*place, size, name, num_before=num_before, timeout_s=timeout_s))
             elif rank == sender:
-                more: Any = {"backend": meta.nccl_backend, "timeout_s": timeout_s, "is_hosted": rank != 0}
+                more: Any = {"backend": meta.transfer.backend, "timeout_s": timeout_s, "is_hosted": rank != 0}
                 self._group = join_group(*place, 0, size, name, **more)
-        self.update = meta.nccl_group_name
+        self.update = meta.transfer.group_name
 
 
 def share_whole_model(model: PreTrainedModel, meta: WeightUpdateMeta, dtype: torch.dtype) -> None:
     """Hand all tensors to the server of rank 0's process (collective): its own parameters where it is the only rank,
     `dtype` is theirs and no adapter is merged, else copies."""
     weights = dict(iter_full_params(model, dtype))
-    version, shares = meta.version, meta.shares
+    transfer = meta.transfer
 
     def share() -> None:
-        assert shares is not None and version is not None, "the receiving engine fills them in"
-        shares.share(weights, version)
+        assert transfer.shares is not None, "the receiving engine sets it"
+        transfer.shares.share(weights, transfer.version)
 
     on_rank_0(share)
 

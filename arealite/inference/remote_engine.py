@@ -17,7 +17,14 @@ from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.config.rollout import ColocatedConfig
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ConfigError
-from arealite.api.io_struct import FinetuneSpec, ModelRequest, ModelResponse, RolloutStat, WeightUpdateMeta
+from arealite.api.io_struct import (
+    FinetuneSpec,
+    ModelRequest,
+    ModelResponse,
+    RolloutStat,
+    WeightTransfer,
+    WeightUpdateMeta,
+)
 from arealite.api.run_folder import RunFolder
 from arealite.api.script import refuse_import
 from arealite.api.workflow_api import RolloutWorkflow
@@ -71,6 +78,13 @@ class OtherClients(Attempts, Protocol):
         """Forget how often clients were lost: the run would resume from here."""
 
 
+class Published(Protocol):
+    """The weights that were published last, and their sender; see `weights.publish.Publication`."""
+
+    def update_joining(self) -> None:
+        """Give them to servers that joined since (collective)."""
+
+
 class RemoteInferenceEngine(InferenceEngine):
     """Samples from servers of the kind that `rollout.backend` names, over HTTP, and runs episodes on top of that."""
 
@@ -104,7 +118,7 @@ class RemoteInferenceEngine(InferenceEngine):
         self.receiver: WeightReceiver  # both exist as long as the executor
         self.colocated: ColocatedServer | None = None  # in this process, on the actor's parameters
         self._membership: Membership | None = None  # None for `server_addrs`, which never change
-        self.catch_up: Callable[[], None] | None = None  # updates joining servers (collective); of `publish_weights`
+        self.published: Published | None = None  # set by `publish_weights`
         self._rate_from = (time.monotonic(), 0)  # when `metrics` was last called, and how many tokens had been sampled
         self._replay: Replay | None = None
         self._training: Any = None  # this rank's share of the batch that is trained on, or a master's batch
@@ -125,7 +139,7 @@ class RemoteInferenceEngine(InferenceEngine):
         raise_file_limit()
         self._collector = QuietCollector()
         self._executor = RolloutExecutor(self.config, self, self._clients)
-        self._executor.catch_up = self._let_catch_up
+        self._executor.catch_up = self._catch_up
         try:
             secret = self._secret_of_run(is_ours=not addresses)
             if self.config.colocated is not None:
@@ -197,7 +211,7 @@ class RemoteInferenceEngine(InferenceEngine):
             await self._clients.show(self._view())
 
     def _note_change(self) -> None:
-        """Wake waiting requests, adjust the concurrency and ask for a catch-up (in the loop)."""
+        """Wake waiting requests, adjust the concurrency, and let the thread that waits for a batch call `_catch_up`."""
         if self._executor is None:
             return
         self._completions.note_change()
@@ -208,13 +222,18 @@ class RemoteInferenceEngine(InferenceEngine):
         if self.servers.joining:
             self._executor.loop.ask()
 
-    def _let_catch_up(self) -> None:
-        """Bring joining servers the current weights, while the trainer waits (rank 0, in the trainer's thread). Raises
-        ServerError if the server of this process has ended."""
+    def _catch_up(self) -> None:
+        """Update joining servers while the trainer waits (rank 0, in the trainer's thread). Raises ServerError if the
+        server of this process has ended."""
         if self.colocated is not None:
             self.colocated.check()
-        if self.catch_up is not None and self.servers.joining:
-            self._exchange.run_on_every_rank(self.catch_up)
+        if self.published is not None and self.servers.joining:
+            self._exchange.run_on_every_rank(self._update_joining)
+
+    def _update_joining(self) -> None:
+        """Give joining servers the published weights (collective)."""
+        if self.published is not None:
+            self.published.update_joining()
 
     # Generation
 
@@ -240,24 +259,22 @@ class RemoteInferenceEngine(InferenceEngine):
     # Weights and versions
 
     def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
-        """Start the receiving half of a weight update; `meta`, new or used, is complete for the sender on return.
+        """Start the receiving half of a weight update, with a new `meta.transfer` for the sending half.
         Raises WeightUpdateError if the servers can't be paused."""
         loop = self._require_executor().loop
         if not meta.only_joining:
-            self.catch_up = None  # it would bring older weights
-        if meta.version in (None, meta.last_version):
-            meta.version = self.get_version() + 1
-        meta.last_version = meta.version
-        meta.uploaded = Future()
-        if self.colocated is not None:
-            meta.type, meta.shares = "shared", self.colocated
+            self.published = None  # older weights
+        version = meta.version
+        if version is None or version == meta.transfer.version:
+            version = self.get_version() + 1
+        meta.transfer = WeightTransfer(version, is_shared=self.colocated is not None, shares=self.colocated)
         if self.config.servers_sleep and meta.type != "disk":
             raise ConfigError(
                 f"servers on the trainer's devices must get weights by disk: got {meta.type}, and NCCL refuses "
                 "two ranks on one GPU. Use WeightUpdateMeta.from_disk, or '+' in allocation_mode."
             )
         loop.run(self.receiver.begin(meta))
-        return loop.submit(trace.awaited("servers take weights", self.receiver.receive(), version=meta.version))
+        return loop.submit(trace.awaited("servers take weights", self.receiver.receive(), version=version))
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine of `receiver` in the event loop (rank 0)."""
@@ -301,7 +318,7 @@ class RemoteInferenceEngine(InferenceEngine):
             self.sleep()  # before any rank computes
             return self._hand_out(batch)
 
-        share: Any = self._exchange.share(hand_out, split, self.catch_up)
+        share: Any = self._exchange.share(hand_out, split, self._update_joining)
         self._training = share
         return share
 
@@ -318,7 +335,7 @@ class RemoteInferenceEngine(InferenceEngine):
         def evaluate() -> dict[str, float]:
             return evaluation_metrics(self._rollouts().run_all(data, workflow, is_evaluation=True), len(data))
 
-        return self._exchange.share(evaluate, lambda means, num_ranks: [means] * num_ranks, self.catch_up)
+        return self._exchange.share(evaluate, lambda means, num_ranks: [means] * num_ranks, self._update_joining)
 
     def evaluate_each(
         self, data: Sequence[dict[str, Any]], workflow: RolloutWorkflow, keep: Callable[[Episode], None]

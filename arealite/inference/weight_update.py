@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from arealite.api.errors import ConfigError, GroupLostError, ServerError, UnreachableError, WeightUpdateError
-from arealite.api.io_struct import ModelRequest, ParamSpec, WeightUpdateMeta
+from arealite.api.io_struct import ModelRequest, WeightTransfer, WeightUpdateMeta
 from arealite.inference.backends.base import BroadcastPlan, MismatchError, Segment, Sent
 from arealite.inference.completions import Completions
 from arealite.inference.http import OutOfFilesError, ServerConnection, StatusError, deadline_in
@@ -52,15 +52,19 @@ class WeightUpdate:
     """State of one update."""
 
     meta: WeightUpdateMeta
-    version: int
+    transfer: WeightTransfer  # shared with the sender
     deadline: float
     asked: Sequence[Server] = ()  # servers that were to take part
     members: Sequence[Server] = ()  # servers that take part, once paused
     failures: dict[Server, ServerError] = field(default_factory=dict)  # errors of calls
 
+    @property
+    def way(self) -> str:
+        return "shared" if self.transfer.is_shared else self.meta.type
+
     async def wait_for_sender(self) -> None:
         """Wait until the sender is done, e.g. the checkpoint is complete."""
-        sender = asyncio.wrap_future(self.meta.uploaded)
+        sender = asyncio.wrap_future(self.transfer.uploaded)
         sender.add_done_callback(lambda one: one.cancelled() or one.exception())  # it may fail when nobody waits
         left_s = self.deadline - asyncio.get_running_loop().time()
         await asyncio.wait([sender], timeout=max(0.0, left_s))
@@ -85,21 +89,17 @@ class FrozenHolders:
             one for one in servers if one.frozen == meta.frozen.fingerprint and one.version == self._servers.version
         ]
 
-    def note(self, servers: Iterable[Server], meta: WeightUpdateMeta) -> None:
-        """Record that an update has reached these servers."""
-        if not meta.is_partial:
-            self._fingerprints = dict(meta.fingerprints)
-            for server in servers:
-                server.frozen = meta.frozen.fingerprint if meta.frozen else ""
+    def note(self, update: WeightUpdate) -> None:
+        """Record that an update has reached its members."""
+        if not update.transfer.is_partial:
+            self._fingerprints = dict(update.transfer.fingerprints)
+            for server in update.members:
+                server.frozen = update.meta.frozen.fingerprint if update.meta.frozen else ""
 
-    def buckets(self, meta: WeightUpdateMeta) -> list[list[ParamSpec]]:
-        """Return what a broadcast sends."""
-        return buckets_without(meta.nccl_param_specs, meta.frozen.names if meta.is_partial and meta.frozen else ())
-
-    def sent(self, meta: WeightUpdateMeta) -> Sent:
-        """Return what servers must hold, once the sender is done."""
-        kept = self._fingerprints if meta.is_partial else {}
-        return Sent(kept | meta.fingerprints, meta.is_partial)
+    def sent(self, transfer: WeightTransfer) -> Sent:
+        """Return the weights that servers must hold, once the sender is done."""
+        kept = self._fingerprints if transfer.is_partial else {}
+        return Sent(kept | transfer.fingerprints, transfer.is_partial)
 
 
 class WeightReceiver:
@@ -121,34 +121,33 @@ class WeightReceiver:
 
     async def begin(self, meta: WeightUpdateMeta) -> None:
         """Start an update by choosing its servers; those that stage no weights pause, but for the disk."""
-        assert meta.version is not None, "the version must be known before servers are told"
-        meta.wants_fingerprints = self._config.weight_check.fingerprint and meta.type in self._backend.verifies
-        meta.fingerprints, meta.is_partial = {}, False
         self._completions.update_timeout_s = meta.timeout_s
         self._received = None
-        self._update = WeightUpdate(meta, meta.version, deadline_in(meta.timeout_s))
-        if meta.type == "disk":
-            meta.is_partial = self._may_be_partial(self._servers.updatable)
+        update = self._update = WeightUpdate(meta, meta.transfer, deadline_in(meta.timeout_s))
+        transfer = update.transfer
+        transfer.wants_fingerprints = self._config.weight_check.fingerprint and update.way in self._backend.verifies
+        if update.way == "disk":
+            transfer.is_partial = self._may_be_partial(self._servers.updatable)
         else:
             async with self._undone_on_failure():
                 await self._gather()
-                if meta.type == "nccl":
+                if update.way == "nccl":
                     await self._agree()
 
     async def receive(self) -> None:
         """Bring the weights in and resume the servers; requests wait for `admit` if the update holds them."""
-        update, meta = self._update, self._update.meta
+        update, transfer = self._update, self._update.transfer
         async with self._undone_on_failure():
-            if meta.type == "disk":
+            if update.way == "disk":
                 await self._update.wait_for_sender()
                 await self._gather()
                 await self._load_from_disk(update.members)
-            elif meta.type == "shared":
+            elif update.way == "shared":
                 await self._update.wait_for_sender()  # which hands its tensors to the server itself
             else:
                 assert self._plan is not None, "begin has made a plan"
                 await self._unless_sender_fails(self._broadcast(self._plan))
-                if meta.also_disk:
+                if transfer.also_disk:
                     await self._update.wait_for_sender()
                     await self._load_from_disk([one for one in update.members if one not in self._plan.servers])
             if self._stages:
@@ -158,7 +157,7 @@ class WeightReceiver:
         self._received = update
         failures = await trace.awaited("servers resume", self._resume(update.members))
         await self.remove(failures)
-        if not meta.holds_requests:
+        if not update.meta.holds_requests:
             await self.release()
         if not update.members:
             raise ServersFailedError(f"servers must resume after a weight update: got {list(failures.values())}")
@@ -178,8 +177,8 @@ class WeightReceiver:
         """Route requests to the updated servers, once verified or when verification is off."""
         if (update := self._received) is not None:
             self._received = None
-            self._servers.advance(update.members, update.version)
-            self._holders.note(update.members, update.meta)
+            self._servers.advance(update.members, update.transfer.version)
+            self._holders.note(update)
 
     async def release(self) -> None:
         """Route requests to the updated servers, also those that the update held."""
@@ -189,7 +188,7 @@ class WeightReceiver:
     @property
     def _stages(self) -> bool:
         """Whether servers generate with their old weights until they swap; of shared ones there are no old ones."""
-        return self._backend.stages and self._update.meta.type != "shared"
+        return self._backend.stages and self._update.way != "shared"
 
     async def _hold(self) -> None:
         """Let requests wait, unless they go to servers that the update leaves alone."""
@@ -202,7 +201,7 @@ class WeightReceiver:
         update.asked = self._servers.updatable or self._servers.servers
         if update.meta.only_joining:
             update.asked = self._servers.joining
-        if update.meta.is_partial:  # from disk: a server that joined meanwhile gets all weights afterwards
+        if update.transfer.is_partial:  # from disk: a server that joined meanwhile gets all weights afterwards
             update.asked = self._holders.among(update.asked, update.meta)
         if self._stages:
             await self._reach(self._backend.resume, update.asked)
@@ -222,7 +221,9 @@ class WeightReceiver:
             raise UnreachableError(f"at least one inference server must be reachable: got {errors}")
         for server in [] if update.meta.only_joining else self._servers.servers:
             if server not in update.members:
-                logger.warning("server %s misses weights %d and idles until the next", server.address, update.version)
+                logger.warning(
+                    "server %s misses weights %d and idles until the next", server.address, update.transfer.version
+                )
         update.failures.clear()
 
     async def _resume(self, servers: Sequence[Server]) -> dict[Server, BaseException]:
@@ -233,10 +234,10 @@ class WeightReceiver:
 
     async def _load_from_disk(self, servers: Sequence[Server]) -> None:
         """Let servers read the checkpoint, then remove it."""
-        meta, path, version = self._update.meta, self._update.meta.path, self._update.version
+        path, version = self._update.meta.path, self._update.transfer.version
         assert path is not None, "an update through the disk needs a path"
         self.num_bytes += await in_thread(lambda: sum(one.stat().st_size for one in Path(path).glob("*.safetensors")))
-        sent = self._holders.sent(meta)
+        sent = self._holders.sent(self._update.transfer)
         await self._verify(lambda one: self._backend.reload(one, path, version, sent), servers)
         try:
             await in_thread(shutil.rmtree, path)
@@ -246,17 +247,17 @@ class WeightReceiver:
     # By broadcast
 
     async def _agree(self) -> None:
-        """Write the broadcast group of the update's servers into its `meta`: the last one, if all are still in it."""
-        meta, members = self._update.meta, self._update.members
+        """Tell the sender the broadcast group of the update's servers: the last one, if all are still in it."""
+        meta, transfer, members = self._update.meta, self._update.transfer, self._update.members
         servers = tuple(one for one in members if one.facts.takes_broadcasts)
-        meta.also_disk = len(servers) < len(members)
-        if meta.also_disk and meta.path is None:
+        transfer.also_disk = len(servers) < len(members)
+        if transfer.also_disk and meta.path is None:
             unable = ", ".join(one.address for one in members if one not in servers)
             raise ConfigError(
                 f"every server must take weights by broadcast: got {unable}, which can't. Set "
                 "rollout.weight_update=disk, or start vLLM by python3 -m arealite.launcher.serve.vllm_server."
             )
-        meta.is_partial = self._may_be_partial(members)
+        transfer.is_partial = self._may_be_partial(members)
         has_left = any(one.version == NO_VERSION for one in servers)  # a server that started anew is in no group
         plan, senders = self._plan, senders_of(meta.nccl_param_specs)
         are_in_it = plan is not None and meta.sender_group in (None, plan.name) and [*plan.groups] == senders
@@ -269,7 +270,7 @@ class WeightReceiver:
                 port, has_gpu = port_of(self._port_holder), torch.cuda.is_available()
             else:
                 address, port, has_gpu = await in_thread(meta.meeting_point, toward)
-            name = f"{meta.nccl_group_name.partition('#')[0]}#{uuid.uuid4().hex[:8]}"
+            name = f"{meta.nccl_group_name}#{uuid.uuid4().hex[:8]}"
             plan = self._plan = BroadcastPlan(
                 name=name,
                 groups={sender: group_of(name, sender) for sender in senders},
@@ -278,14 +279,14 @@ class WeightReceiver:
                 backend="nccl" if has_gpu and not self._backend.is_on_cpu else "gloo",
                 servers=servers,
             )
-        meta.nccl_group_name, meta.nccl_backend, meta.nccl_world_size = plan.name, plan.backend, plan.world_size
-        meta.nccl_master_address, meta.nccl_master_port = plan.address, plan.port
+        transfer.group_name, transfer.backend, transfer.world_size = plan.name, plan.backend, plan.world_size
+        transfer.meeting_point = plan.address, plan.port
 
     def _may_be_partial(self, servers: Sequence[Server]) -> bool:
         """Tell whether these servers hold what the update may leave out, and their kind lets it."""
-        meta = self._update.meta
-        ways = {meta.type, "disk"} if meta.also_disk else {meta.type}
-        holders = self._holders.among(servers, meta)
+        transfer = self._update.transfer
+        ways = {self._update.way, "disk"} if transfer.also_disk else {self._update.way}
+        holders = self._holders.among(servers, self._update.meta)
         return ways <= self._backend.takes_partial and len(holders) == len(servers) > 0
 
     async def _drop_plan(self) -> None:
@@ -306,16 +307,17 @@ class WeightReceiver:
             await self._join(plan)
         self._has_joined = True
         await self._on_all(self._backend.begin, plan.servers)
-        buckets = self._holders.buckets(update.meta)
+        frozen = update.meta.frozen.names if update.transfer.is_partial and update.meta.frozen else ()
+        buckets = buckets_without(update.meta.nccl_param_specs, frozen)
         for index, specs in enumerate(buckets):
-            version = update.version if index == len(buckets) - 1 else None
+            version = update.transfer.version if index == len(buckets) - 1 else None
             receive = functools.partial(self._backend.receive, bucket=plan.bucket_of(specs), version=version)
             await self._on_all(receive, plan.servers)
             self.num_bytes += sum(one.size for one in specs) if plan.servers else 0
-        if update.meta.wants_fingerprints:
+        if update.transfer.wants_fingerprints:
             await self._update.wait_for_sender()  # fingerprints are known only when the last bucket has been sent
-        sent = self._holders.sent(update.meta)
-        await self._verify(lambda one: self._backend.end(one, update.version, sent), plan.servers)
+        sent = self._holders.sent(update.transfer)
+        await self._verify(lambda one: self._backend.end(one, update.transfer.version, sent), plan.servers)
 
     async def _join(self, plan: BroadcastPlan) -> None:
         """Let all servers join the groups once rank 0 listens, as SGLang would wait for it without a deadline."""
@@ -342,7 +344,7 @@ class WeightReceiver:
     async def _unless_sender_fails(self, transfer: Coroutine[Any, Any, None]) -> None:
         """Run the transfer, but end at once with the sender's error if it fails."""
         task = asyncio.create_task(transfer)
-        sender = asyncio.wrap_future(self._update.meta.uploaded)
+        sender = asyncio.wrap_future(self._update.transfer.uploaded)
         sender.add_done_callback(lambda one: one.exception())  # its failure is no news when the transfer has failed
         try:
             await asyncio.wait([task, sender], return_when=asyncio.FIRST_COMPLETED)
@@ -361,7 +363,7 @@ class WeightReceiver:
                 self.num_mismatched += len(names)
                 logger.warning(
                     "server %s took %d tensors of version %d with other fingerprints than were sent: %s",
-                    *(server.address, len(names), self._update.version, ", ".join(names[:5])),
+                    *(server.address, len(names), self._update.transfer.version, ", ".join(names[:5])),
                 )
 
     # Failures
@@ -390,7 +392,7 @@ class WeightReceiver:
             if isinstance(error, asyncio.CancelledError):
                 raise
             raise (ServersFailedError if may_repeat else WeightUpdateError)(
-                f"weights of version {update.version} must reach every server within "
+                f"weights of version {update.transfer.version} must reach every server within "
                 f"{update.meta.timeout_s:g} s: got {type(error).__name__}: {error}"
             ) from error
 
@@ -409,7 +411,7 @@ class WeightReceiver:
 
     def _is_refusal(self, error: ServerError) -> bool:
         """Whether a server would fail alike again; one that refuses a partial update may take all weights."""
-        return isinstance(error, StatusError) and error.status < 500 and not self._update.meta.is_partial
+        return isinstance(error, StatusError) and error.status < 500 and not self._update.transfer.is_partial
 
     async def remove(self, failures: Mapping[Server, object]) -> None:
         """Remove servers that failed from the update and, for a while, from the pool."""
@@ -422,21 +424,18 @@ class WeightReceiver:
                 "server %s failed in a weight update and gets none for %g s: %s", server.address, pause_s, why
             )
 
-    async def discard(self) -> None:
-        """After a failure: send nothing to servers with unverified weights until the next update."""
-        for server in self._received.members if self._received else []:
+    async def recover(self, meta: WeightUpdateMeta, error: Exception, began: float) -> None:
+        """Wait for servers with which the update that failed with `error` can be repeated; one of joining servers is
+        repeated when they have returned. Raises the error if that would not help, or if no server is there, or no try
+        since the monotonic time `began` has succeeded, for `rollout.setup_timeout` seconds after the first try."""
+        for server in self._received.members if self._received else []:  # their weights are unverified
             self._servers.mark_weights_lost(server, server.version)
-        self._received = None
-
-    async def wait_to_repeat(self, error: Exception, failing_since: float) -> None:
-        """Wait for servers with which a failed update can be repeated.
-
-        Raises its error if that would not help, if no server is there within `rollout.setup_timeout` seconds, or if
-        updates have failed for as long.
-        """
+        self._received, may_repeat = None, isinstance(error, ServersFailedError)
+        if meta.only_joining and (may_repeat or self._servers.serving):
+            return
         await self._completions.release()  # requests wait for a server, which has a deadline of its own
-        timeout_s = self._config.setup_timeout
-        if isinstance(error, ServersFailedError) and time.monotonic() - failing_since <= timeout_s:
+        limit_s = meta.timeout_s + self._config.setup_timeout
+        if may_repeat and time.monotonic() - began <= limit_s:
             logger.warning("a weight update is repeated, without the servers that failed: %s", error)
             with contextlib.suppress(TimeoutError):
                 return await self._completions.wait_for_updatable()

@@ -5,7 +5,6 @@ It is the explicit sequence `pause`, `update_weights`, `upload_weights`, `result
 the new weights and sampled from them, in the order servers, rollout, actor; any failure is raised on all ranks.
 """
 
-import functools
 import time
 from concurrent.futures import Future, wait
 
@@ -17,7 +16,6 @@ from arealite.api.run_folder import RunFolder
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.inference.backends import BACKENDS
 from arealite.inference.remote_engine import RemoteInferenceEngine
-from arealite.inference.weight_update import ServersFailedError
 from arealite.utils import heartbeat
 from arealite.utils.distributed import agreed, is_agreed, on_rank_0
 from arealite.weights.canary import check_canary
@@ -42,74 +40,68 @@ def publish_weights(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version
         is_logged = rollout.config.weight_check.fingerprint
         fingerprint = actor.fingerprint() if is_logged else ""  # before anything stops for it
         rollout.pause()
-        failing_since: float | None = None
-        while error := _update(actor, rollout, version):
-            failing_since = failing_since or time.monotonic()
-            _wait_to_repeat(rollout, error, failing_since)
+        publication = Publication(actor, rollout, version)
+        while not publication.update():
+            pass
         if is_logged:
             threads = actor.num_threads
             on_rank_0(lambda: record_weights(rollout.config, version, fingerprint, threads=threads))
-        rollout.catch_up = functools.partial(_catch_up, actor, rollout, version, actor.num_changes)
+        rollout.published = publication
     rollout.set_version(version)
     rollout.resume()
     actor.set_version(version)
 
 
-def _wait_to_repeat(rollout: RemoteInferenceEngine, error: Exception, failing_since: float) -> None:
-    """Wait for servers, or raise the error (collective)."""
-    on_rank_0(lambda: rollout.run(rollout.receiver.wait_to_repeat(error, failing_since)))
+class Publication:
+    """Weights of one version, and the actor that sends them; its methods are collective."""
 
+    def __init__(self, actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int) -> None:
+        self._actor, self._rollout, self._version = actor, rollout, version
+        self._num_changes, self._began = actor.num_changes, time.monotonic()
 
-def _catch_up(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int, num_changes: int) -> None:
-    """Give the weights to servers that joined since, unless the actor has been trained meanwhile (collective)."""
+    def update_joining(self) -> None:
+        """Update the servers that joined since, unless the actor has been trained meanwhile."""
+        if self._actor.num_changes == self._num_changes:
+            self.update(only_joining=True)
 
-    def require_servers(error: Exception) -> None:
-        if not (rollout.servers.serving or isinstance(error, ServersFailedError)):
-            raise error
-
-    if actor.num_changes == num_changes and (error := _update(actor, rollout, version, only_joining=True)):
-        on_rank_0(lambda: require_servers(error))
-
-
-def _update(
-    actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int, *, only_joining: bool = False
-) -> Exception | None:
-    """Update the servers once (collective); return the error of an update that failed on every rank."""
-    config, is_disk = rollout.config, rollout.config.weight_update == "disk"
-    default_senders = None if BACKENDS[config.backend].receives_at_once else 1
-    num_senders = config.weight_update_senders or default_senders
-    meta = WeightUpdateMeta(
-        "disk" if is_disk else "nccl",
-        version=version,
-        path=str(RunFolder(config).weight_update) if is_disk or config.fileroot else None,
-        nccl_param_specs=[] if is_disk else actor.get_param_specs(num_senders=num_senders),
-        sender_group=actor.transfer_group,
-        timeout_s=config.weight_update_timeout,
-        holds_requests=True,  # until servers are verified; they are idle until then and answer at once
-        only_joining=only_joining,
-        frozen=actor.frozen_weights,
-        meeting_point=actor.meeting_point,
-    )
-    try:
-        receiving = on_rank_0(lambda: rollout.update_weights(meta))  # 1 who takes part; servers pause that must
-        failure = None
+    def update(self, *, only_joining: bool = False) -> bool:
+        """Update the servers once; return False if servers failed, without which it may be repeated."""
+        actor, rollout = self._actor, self._rollout
+        config, is_disk = rollout.config, rollout.config.weight_update == "disk"
+        num_senders = config.weight_update_senders or (None if BACKENDS[config.backend].receives_at_once else 1)
+        meta = WeightUpdateMeta(
+            "disk" if is_disk else "nccl",
+            version=self._version,
+            path=str(RunFolder(config).weight_update) if is_disk or config.fileroot else None,
+            nccl_param_specs=[] if is_disk else actor.get_param_specs(num_senders=num_senders),
+            sender_group=actor.transfer_group,
+            timeout_s=config.weight_update_timeout,
+            holds_requests=True,  # until servers are verified; they are idle until then and answer at once
+            only_joining=only_joining,
+            frozen=actor.frozen_weights,
+            meeting_point=actor.meeting_point,
+        )
         try:
-            with heartbeat.waiting("the servers to take new weights", on="servers"):
-                actor.upload_weights(meta)  # 2 send, while the servers receive
+            receiving = on_rank_0(lambda: rollout.update_weights(meta))  # 1 choose the servers, and pause them
+            failure = None
+            try:
+                with heartbeat.waiting("the servers to take new weights", on="servers"):
+                    actor.upload_weights(meta)  # 2 send, while the servers receive
+            except Exception as error:
+                if not is_agreed(error):
+                    _note_servers(error, receiving)
+                    raise
+                failure = error  # the servers' error names the one that failed
+            agreed(lambda: _finish(meta, receiving, failure))
+            check_canary(actor, rollout, self._version)  # 3 verify; servers have compared checksums already
+            on_rank_0(lambda: rollout.run(rollout.receiver.admit()))  # 4 the servers' versions advance
         except Exception as error:
-            if not is_agreed(error):
-                _note_servers(error, receiving)
+            if not is_agreed(error):  # it failed on this rank alone: the others wait in a collective
                 raise
-            failure = error  # the servers' error names the one that failed
-        agreed(lambda: _finish(meta, receiving, failure))
-        check_canary(actor, rollout, version)  # 3 verify; servers have compared checksums already
-        on_rank_0(lambda: rollout.run(rollout.receiver.admit()))  # 4 the servers' versions advance
-    except Exception as error:
-        if not is_agreed(error):  # it failed on this rank alone: the others wait in a collective
-            raise
-        on_rank_0(lambda: rollout.run(rollout.receiver.discard()))
-        return error
-    return None
+            failure = error
+            on_rank_0(lambda: rollout.run(rollout.receiver.recover(meta, failure, self._began)))
+            return False
+        return True
 
 
 def _note_servers(error: Exception, receiving: Future[None] | None) -> None:
@@ -135,9 +127,8 @@ def _compare(actor: FSDPPPOActor, config: InferenceEngineConfig, version: int) -
     if found == expected and version != config.replay_step + 1:
         return
     made = f"step {version - 1} replayed" if version else "nothing replayed yet"
-    outcome = f"DIFFER: the run's have the fingerprint {expected}, these {found}"
-    if found == expected:
-        outcome = f"are bit-identical (fingerprint {found})"
+    same = f"are bit-identical (fingerprint {found})"
+    outcome = same if found == expected else f"DIFFER: the run's have the fingerprint {expected}, these {found}"
     if dist.get_rank() == 0:
         print(f"{made}: weights of version {version} {outcome}", flush=True)
     raise SystemExit(int(found != expected))

@@ -8,6 +8,7 @@ import functools
 import os
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,7 @@ def test_an_update_of_weights_holds_the_requests_of_every_worker(
     updating = engine.update_weights(meta)
     (tmp_path / "w").mkdir()
     (tmp_path / "w" / "weights").write_text("1")
-    meta.uploaded.set_result(None)
+    meta.transfer.uploaded.set_result(None)
     updating.result(60)
     num_requests = len(server.requests)
     wait_until(lambda: len(clients._ready()) == 2)
@@ -248,7 +249,7 @@ def test_what_a_worker_learns_of_servers_reaches_the_master(connect: Connect) ->
         server.version = 1
         in_loop(engine, lambda: engine.servers.advance(engine.servers.joining, 1))
 
-    engine.catch_up = catch_up
+    engine.published = types.SimpleNamespace(update_joining=catch_up)
     server.version = 0
     batch = engine.prepare_batch(data, SAMPLING())
     assert seen == [[server.address]]

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, 
 from arealite.algorithms.logprobs import LazyLogits, align_with_tokens, count_loss_tokens, packed_logprobs
 from arealite.api.cli_args import FSDPEngineConfig, FSDPWrapPolicy, MicroBatchSpec, OptimizerConfig
 from arealite.api.errors import CheckpointError
-from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
+from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightTransfer, WeightUpdateMeta
 from arealite.engine.fsdp_engine import COLLECTIVE_TIMEOUT_S, FSDPEngine
 from arealite.engine.sft.lm_engine import sft_loss_fn
 from arealite.generation.model_runner import ModelRunner
@@ -363,7 +363,7 @@ def test_an_upload_through_the_disk_replaces_the_folder(make: Make, tmp_path: Pa
     (path / "old").touch()
     meta = WeightUpdateMeta(type="disk", path=str(path), version=1)
     engine.upload_weights(meta)
-    assert meta.uploaded.result(0) is None
+    assert meta.transfer.uploaded.result(0) is None
     assert not (path / "old").exists() and [entry.name for entry in tmp_path.iterdir()] == ["weight_update"]
     stored = load_file(path / "model.safetensors")
     for name, parameter in full_params(engine).items():
@@ -376,18 +376,13 @@ def test_a_failed_upload_fails_the_receiver(make: Make, tmp_path: Path) -> None:
     meta = WeightUpdateMeta(type="disk", path=str(tmp_path / "file" / "below"))
     with pytest.raises(OSError):
         engine.upload_weights(meta)
-    assert isinstance(meta.uploaded.exception(0), OSError)
+    assert isinstance(meta.transfer.uploaded.exception(0), OSError)
 
 
 def broadcast_meta(engine: FSDPEngine, name: str, timeout_s: float = 30.0) -> WeightUpdateMeta:
-    return WeightUpdateMeta(
-        type="nccl",
-        nccl_master_port=held_port(),
-        nccl_param_specs=engine.get_param_specs(0),
-        nccl_group_name=name,
-        nccl_world_size=2,
-        timeout_s=timeout_s,
-    )
+    meta = WeightUpdateMeta("nccl", nccl_param_specs=engine.get_param_specs(0), timeout_s=timeout_s)
+    meta.transfer = WeightTransfer(group_name=name, meeting_point=("127.0.0.1", held_port()), world_size=2)
+    return meta
 
 
 def test_a_broadcast_reaches_a_receiver_twice_over_one_group(make: Make) -> None:
@@ -395,7 +390,7 @@ def test_a_broadcast_reaches_a_receiver_twice_over_one_group(make: Make) -> None
     meta, received = broadcast_meta(engine, "weights-1"), []
 
     def receive() -> None:
-        group = join_group("127.0.0.1", meta.nccl_master_port, 1, 2, meta.nccl_group_name, timeout_s=30)
+        group = join_group("127.0.0.1", meta.transfer.meeting_point[1], 1, 2, meta.transfer.group_name, timeout_s=30)
         for _ in range(2):
             weights: dict[str, torch.Tensor] = {}
             for bucket in meta.nccl_param_specs:
@@ -420,12 +415,12 @@ def test_a_broadcast_that_nobody_receives_fails_in_time_and_the_next_one_works(m
     meta = broadcast_meta(engine, "weights-1", timeout_s=1.0)
     with pytest.raises(ConnectionError, match="weights-1"):
         engine.upload_weights(meta)
-    assert isinstance(meta.uploaded.exception(0), ConnectionError)
+    assert isinstance(meta.transfer.uploaded.exception(0), ConnectionError)
 
     meta, names = broadcast_meta(engine, "weights-2"), []
 
     def receive() -> None:
-        group = join_group("127.0.0.1", meta.nccl_master_port, 1, 2, meta.nccl_group_name, timeout_s=30)
+        group = join_group("127.0.0.1", meta.transfer.meeting_point[1], 1, 2, meta.transfer.group_name, timeout_s=30)
         for bucket in meta.nccl_param_specs:
             names.extend(receive_bucket([group] * len(bucket), bucket))
         close_group(group)

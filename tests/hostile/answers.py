@@ -290,7 +290,7 @@ def update(report: Report, engine: RemoteInferenceEngine, folder: Path, what: st
     (path / "weights").write_text("new")
     meta = WeightUpdateMeta(type="disk", path=str(path), timeout_s=_UPDATE_S)
     future = engine.update_weights(meta)
-    meta.uploaded.set_result(None)
+    meta.transfer.uploaded.set_result(None)
     error = outcome(future)
     report.errors["updated" if error is None else type(error).__name__] += 1
     if error is not None:

@@ -308,7 +308,7 @@ def test_a_server_that_fails_in_every_update_ends_the_run_after_setup_timeout(
     publish_weights(actor, rollout, version=1)
     monkeypatch.setattr(weight_update, "_FIRST_PAUSE_S", 0.1)
     monkeypatch.setattr(weight_update, "_MAX_PAUSE_S", 0.2)
-    rollout.config.setup_timeout = 6.0
+    rollout.config.setup_timeout, rollout.config.weight_update_timeout = 4.0, 2.0
     sick.calls.clear()
     sick.sick_at = "/begin_weight_update"
     with pytest.raises(WeightUpdateError, match="CUDA error"):

@@ -50,7 +50,7 @@ def update(engine: RemoteInferenceEngine, folder: Path, version: int) -> None:
     (folder / "weights").write_text(str(version))
     meta = WeightUpdateMeta("disk", path=str(folder), version=version, timeout_s=60.0)
     received = engine.update_weights(meta)
-    meta.uploaded.set_result(None)
+    meta.transfer.uploaded.set_result(None)
     received.result(120)
     engine.set_version(version)
 

@@ -215,7 +215,7 @@ def test_the_pause_mode_says_what_becomes_of_requests_in_flight(
         future = engine.update_weights(meta)
         (tmp_path / "w").mkdir()
         save_file(weights_of(models[1]), tmp_path / "w" / "model.safetensors")
-        meta.uploaded.set_result(None)
+        meta.transfer.uploaded.set_result(None)
         future.result(120)
         response = pending.result(120)
     num_new = response.output_versions.count(1)

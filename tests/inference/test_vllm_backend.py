@@ -54,17 +54,18 @@ def check_exact(response: ModelResponse, asked: list[dict[str, Any]], key: str) 
 
 def send(meta: WeightUpdateMeta, *values: float) -> None:
     """Be the trainer's half of a broadcast of one bucket per value; too few fail it."""
-    address = (meta.nccl_master_address, meta.nccl_master_port, 0, meta.nccl_world_size, meta.nccl_group_name)
+    to = meta.transfer
+    address = (*to.meeting_point, 0, to.world_size, to.group_name)
     group = join_group(*address, timeout_s=meta.timeout_s)
     for specs, value in zip(meta.nccl_param_specs, values):
         tensors = {one.name: torch.full(one.shape, value) for one in specs}
         send_bucket(group, tensors.values())
-        meta.fingerprints |= fingerprints(tensors)
+        meta.transfer.fingerprints |= fingerprints(tensors)
     if len(values) == len(meta.nccl_param_specs):
-        meta.uploaded.set_result(None)
+        meta.transfer.uploaded.set_result(None)
     else:
         close_group(group)
-        meta.uploaded.set_exception(ConnectionError("not today"))
+        meta.transfer.uploaded.set_exception(ConnectionError("not today"))
 
 
 def broadcast(engine: RemoteInferenceEngine, *values: float, version: int = 1) -> None:
@@ -82,12 +83,12 @@ def test_a_broadcast_from_two_senders_and_then_from_one() -> None:
         meta = WeightUpdateMeta("nccl", nccl_param_specs=specs, timeout_s=60.0, version=1)
         received = engine.update_weights(meta)
         senders = Senders(meta)
-        meta.fingerprints = fingerprints(weights)
+        meta.transfer.fingerprints = fingerprints(weights)
         senders.send(meta, weights)
         received.result(120)
         assert all(torch.equal(server.weights[name], tensor) for name, tensor in weights.items())
         (update,) = server.updates
-        assert update["group_name"] == [meta.nccl_group_name, f"{meta.nccl_group_name}/rank-1"]
+        assert update["group_name"] == [meta.transfer.group_name, f"{meta.transfer.group_name}/rank-1"]
         senders.close()
         broadcast(engine, 5.0, 6.0, version=2)
         assert server.weights["b"].tolist() == [6.0] * 4 and len(server.joins) == 3
@@ -205,9 +206,9 @@ def test_from_disk(tmp_path: Path) -> None:
         (folder / "weights").write_text("new")
         meta = WeightUpdateMeta("disk", path=str(folder), version=7, timeout_s=60.0)
         received = engine.update_weights(meta)
-        meta.uploaded.set_result(None)
+        meta.transfer.uploaded.set_result(None)
         received.result(120)
-        assert not meta.wants_fingerprints
+        assert not meta.transfer.wants_fingerprints
     assert server.weights == {"disk": "new"} and server.version == 7
     calls = ["/pause?mode=abort", "reload_weights", "/update_weight_version", "/reset_prefix_cache", "/resume"]
     assert server.calls == calls
@@ -219,7 +220,7 @@ def test_a_checkpoint_that_can_not_be_read_leaves_the_old_weights(tmp_path: Path
     with connected(server) as engine:
         meta = WeightUpdateMeta("disk", path=str(tmp_path / "nothing"), version=7, timeout_s=60.0)
         received = engine.update_weights(meta)
-        meta.uploaded.set_result(None)
+        meta.transfer.uploaded.set_result(None)
         with pytest.raises(WeightUpdateError, match="collective_rpc must succeed: got status 500"):
             received.result(120)
     assert server.calls[:3] == ["/pause?mode=abort", "reload_weights", "abandon_weight_update"]

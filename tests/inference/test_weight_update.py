@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import json
 import pickle
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +64,14 @@ class Sender:
         self.names: list[str] = []
 
     def send(self, meta: WeightUpdateMeta, value: float) -> None:
-        if self.group is None or self.group.name != meta.nccl_group_name:
-            args = (meta.nccl_master_address, meta.nccl_master_port, 0, meta.nccl_world_size, meta.nccl_group_name)
+        transfer = meta.transfer
+        if self.group is None or self.group.name != transfer.group_name:
+            args = (*transfer.meeting_point, 0, transfer.world_size, transfer.group_name)
             self.group = join_group(*args, timeout_s=meta.timeout_s)
             self.names.append(self.group.name)
         for specs in meta.nccl_param_specs:
             send_bucket(self.group, [torch.full(one.shape, value, dtype=getattr(torch, one.dtype)) for one in specs])
-        meta.uploaded.set_result(None)
+        meta.transfer.uploaded.set_result(None)
 
 
 def by_broadcast(timeout_s: float = 60.0, version: int | None = None) -> WeightUpdateMeta:
@@ -99,7 +101,7 @@ def test_broadcast_reaches_every_server_and_uses_the_group_again(stack: contextl
     for version in (1, 2):
         meta = by_broadcast()
         future = engine.update_weights(meta)
-        assert meta.version == version and meta.nccl_world_size == 3
+        assert meta.transfer.version == version and meta.transfer.world_size == 3
         sender.send(meta, float(version))
         future.result(120)
         engine.set_version(version)
@@ -139,7 +141,7 @@ def test_two_senders_reach_every_server_at_once_or_one_after_the_other(
             assert server.version == version and len(server.joins) == 2
     assert senders is not None
     senders.close()
-    update, told = meta.nccl_group_name, [one["group_name"] for one in servers[0].updates]
+    update, told = meta.transfer.group_name, [one["group_name"] for one in servers[0].updates]
     assert told == 2 * [[update + name for name in one] if isinstance(one, list) else update + one for one in groups]
     before_last = [None] * (len(groups) - 1)
     assert [one["weight_version"] for one in servers[0].updates] == [*before_last, "1", *before_last, "2"]
@@ -178,28 +180,28 @@ def test_one_meta_serves_a_whole_run(stack: contextlib.ExitStack) -> None:
             meta.version = 7
         publish(engine, sender, meta, float(version))
         check_weights(server, float(version))
-        assert meta.version == server.version == version
+        assert meta.transfer.version == server.version == version
         if version == 2:  # as after a step that failed: the version is one more than the engine's
             publish(engine, sender, meta, 2.5)
-            assert meta.version == server.version == 2
+            assert meta.transfer.version == server.version == 2
         engine.set_version(version)
     assert len(sender.names) == 1
-    assert meta.nccl_group_name.startswith("update_weight_group#") and meta.nccl_group_name.count("#") == 1
+    assert meta.transfer.group_name.startswith("update_weight_group#") and meta.transfer.group_name.count("#") == 1
 
 
 def test_meta_travels_between_ranks() -> None:
     meta = by_broadcast(version=3)
-    meta.uploaded.set_result(None)
+    meta.transfer.uploaded.set_result(None)
     copy = pickle.loads(pickle.dumps(meta))
     assert copy == meta and copy.nccl_param_specs == BUCKETS
-    assert meta.uploaded.done() and not copy.uploaded.done()
+    assert meta.transfer.uploaded.done() and not copy.transfer.uploaded.done()
 
 
 def test_every_gpu_of_a_server_has_a_rank(stack: contextlib.ExitStack) -> None:
     servers = [ScriptedServer(tp_size=2, info={"tp_size": 2}) for _ in range(2)]
     engine, meta = connect(stack, *servers, backend="sglang"), by_broadcast()
     publish(engine, Sender(), meta, 1.0)
-    assert meta.nccl_world_size == 5
+    assert meta.transfer.world_size == 5
     assert [(one.joins[0]["rank_offset"], one.joins[0]["world_size"]) for one in servers] == [(1, 5), (3, 5)]
     for server in servers:
         check_weights(server, 1.0)
@@ -226,7 +228,7 @@ def test_a_server_that_is_gone_is_left_out_until_it_is_back(
         if type_ == "disk":
             (tmp_path / "w").mkdir()
             (tmp_path / "w" / "weights").write_text(str(version))
-            meta.uploaded.set_result(None)
+            meta.transfer.uploaded.set_result(None)
         else:
             sender.send(meta, float(version))
         future.result(120)
@@ -280,7 +282,7 @@ def test_requests_are_sent_while_servers_stage_weights(stack: contextlib.ExitSta
     if way == "broadcast":
         Sender().send(meta, 1.0)
     else:
-        meta.uploaded.set_result(None)
+        meta.transfer.uploaded.set_result(None)
     future.result(120)
     assert sample(engine, "b").output_versions == [1]
     staged, ended = {"broadcast": "/update_weights_from_distributed", "disk": "/update_weights_from_disk"}[way], "/end"
@@ -304,7 +306,7 @@ def test_a_swap_that_fails_leaves_the_others_to_an_update_that_is_repeated(
         (folder / "weights").write_text(str(version))
         meta = WeightUpdateMeta("disk", path=str(folder), version=version, timeout_s=60.0)
         future = engine.update_weights(meta)
-        meta.uploaded.set_result(None)
+        meta.transfer.uploaded.set_result(None)
         if version == 1:
             with pytest.raises(WeightUpdateError, match=f"{bad.address}{endpoint} must succeed: .*not now"):
                 future.result(120)
@@ -335,7 +337,7 @@ def test_disk(stack: contextlib.ExitStack, tmp_path: Path) -> None:
     assert servers[0].calls == [], "servers go on generating while the checkpoint is written"
     folder.mkdir()
     (folder / "weights").write_text("seven")
-    meta.uploaded.set_result(None)
+    meta.transfer.uploaded.set_result(None)
     future.result(120)
     for server in servers:
         assert server.weights == {"disk": "seven"} and server.version == 7 and not server.is_paused
@@ -354,7 +356,7 @@ def test_servers_flush_their_cache_with_the_last_of_the_weights(
     (tmp_path / "w" / "weights").write_text("two")
     meta = WeightUpdateMeta(type="disk", path=str(tmp_path / "w"), version=2, timeout_s=60.0)
     future = engine.update_weights(meta)
-    meta.uploaded.set_result(None)
+    meta.transfer.uploaded.set_result(None)
     future.result(120)
     assert [update["flush_cache"] for update in server.updates] == [False, True, True]
     assert [update["weight_version"] for update in server.updates] == [None, "1", "2"]
@@ -433,7 +435,7 @@ def test_a_server_that_speaks_no_http_is_named_and_the_others_go_on(
     future = engine.update_weights(meta)
     (tmp_path / "w").mkdir()
     (tmp_path / "w" / "weights").write_text("1")
-    meta.uploaded.set_result(None)
+    meta.transfer.uploaded.set_result(None)
     if endpoint == "/pause_generation" and kind not in ("redirect", "other protocol"):
         future.result(120)  # nobody is there: the others are updated
         assert good.version == 1
@@ -463,7 +465,7 @@ def test_what_a_server_says_of_tensors_that_differ_is_a_list_of_names(
         future = engine.update_weights(meta)
         (tmp_path / "w").mkdir()
         (tmp_path / "w" / "weights").write_text("1")
-        meta.uploaded.set_result(None)
+        meta.transfer.uploaded.set_result(None)
         with refused:
             future.result(120)
     assert [one.address for one in engine.servers.servers if one.state == "removed"] == [bad.address]
@@ -481,7 +483,7 @@ def test_wrong_weights_are_known_by_the_status_and_not_by_words(
     future = engine.update_weights(meta)
     (tmp_path / "w").mkdir()
     (tmp_path / "w" / "weights").write_text("1")
-    meta.uploaded.set_result(None)
+    meta.transfer.uploaded.set_result(None)
     with pytest.raises(WeightUpdateError, match=f"{bad.address}/update_weights_from_disk must succeed"):
         future.result(120)
     removed = [one.address for one in engine.servers.servers if one.state == "removed"]
@@ -499,7 +501,7 @@ def test_a_checkpoint_that_can_not_be_removed_is_reported_once_all_servers_have_
     path.symlink_to(tmp_path / "stored")
     meta = WeightUpdateMeta(type="disk", path=str(path), version=7, timeout_s=60.0)
     future = engine.update_weights(meta)
-    meta.uploaded.set_result(None)
+    meta.transfer.uploaded.set_result(None)
     future.result(120)
     assert server.weights == {"disk": "seven"} and not server.is_paused
     assert any(f"the checkpoint of weights 7 stays in {path}: " in message for message in caplog.messages)
@@ -539,9 +541,9 @@ def test_a_server_that_may_hold_half_of_a_checkpoint_stays_paused(stack: context
     for outcome in (None, OSError("disk full")):
         future = engine.update_weights(meta)
         if outcome is None:
-            meta.uploaded.set_result(None)
+            meta.transfer.uploaded.set_result(None)
         else:
-            meta.uploaded.set_exception(outcome)
+            meta.transfer.uploaded.set_exception(outcome)
         with pytest.raises(WeightUpdateError):
             future.result(120)
         assert server.is_paused
@@ -588,7 +590,7 @@ def test_success_false_is_a_failure(stack: contextlib.ExitStack, tmp_path: Path)
     engine = connect(stack, server)
     meta = WeightUpdateMeta(type="disk", path=str(tmp_path), timeout_s=5.0)
     future = engine.update_weights(meta)
-    meta.uploaded.set_result(None)
+    meta.transfer.uploaded.set_result(None)
     with pytest.raises(WeightUpdateError, match=r"must report success.*wrong shapes"):
         future.result(120)
     assert tmp_path.exists() and not server.is_paused
@@ -604,7 +606,7 @@ def test_a_sender_that_fails_ends_the_publication_at_once(
     meta = WeightUpdateMeta(type=type_, path="/nowhere", nccl_param_specs=BUCKETS, timeout_s=600.0)
     future = engine.update_weights(meta)
     time.sleep(0.1)
-    meta.uploaded.set_exception(error)
+    meta.transfer.uploaded.set_exception(error)
     with pytest.raises(WeightUpdateError, match=f"the sender failed with {type(error).__name__}"):
         future.result(120)
     assert not server.is_paused and server.version == 0
@@ -628,8 +630,7 @@ def test_a_sender_that_dies_between_buckets_leaves_the_old_weights(stack: contex
     future = engine.update_weights(meta)
     half = by_broadcast()
     half.nccl_param_specs = BUCKETS[:1]
-    for name in ("nccl_group_name", "nccl_master_address", "nccl_master_port", "nccl_world_size"):
-        setattr(half, name, getattr(meta, name))
+    half.transfer = dataclasses.replace(meta.transfer, uploaded=Future())
     sender.send(half, 1.0)
     assert sender.group is not None
     close_group(sender.group)
@@ -645,15 +646,14 @@ def test_a_sender_whose_workers_are_lost_is_no_fault_of_the_servers(stack: conte
     future = engine.update_weights(meta)
     half = by_broadcast()
     half.nccl_param_specs = BUCKETS[:1]
-    for name in ("nccl_group_name", "nccl_master_address", "nccl_master_port", "nccl_world_size"):
-        setattr(half, name, getattr(meta, name))
+    half.transfer = dataclasses.replace(meta.transfer, uploaded=Future())
     sender.send(half, 1.0)
     assert sender.group is not None
     close_group(sender.group)
-    meta.uploaded.set_exception(GroupLostError("a worker died"))
+    meta.transfer.uploaded.set_exception(GroupLostError("a worker died"))
     with pytest.raises(WeightUpdateError) as raised:
         future.result(120)
-    engine.run(engine.receiver.wait_to_repeat(raised.value, time.monotonic()))  # returns: it may be repeated
+    engine.run(engine.receiver.recover(meta, raised.value, time.monotonic()))  # returns: it may be repeated
     publish(engine, Sender(), by_broadcast(), 2.0)
     check_weights(server, 2.0)
 

@@ -448,7 +448,7 @@ def two_senders(subject: Subject) -> str:
             meta = _broadcast_meta(subject, weights, num_senders=2)
             received = engine.update_weights(meta)
             senders = senders or Senders(meta)
-            meta.fingerprints = fingerprints(weights)
+            meta.transfer.fingerprints = fingerprints(weights)
             senders.send(meta, weights)
             received.result(2 * _UPDATE_S)
             engine.set_version(version)
@@ -532,17 +532,16 @@ def fingerprint(subject: Subject) -> str:
         meta = _broadcast_meta(subject, weights)
         received = engine.update_weights(meta)
         sent = join_group(
-            meta.nccl_master_address,
-            meta.nccl_master_port,
+            *meta.transfer.meeting_point,
             0,
-            meta.nccl_world_size,
-            meta.nccl_group_name,
+            meta.transfer.world_size,
+            meta.transfer.group_name,
             timeout_s=_UPDATE_S,
         )
         for specs in meta.nccl_param_specs:
             send_bucket(sent, [weights[spec.name] for spec in specs])
-        meta.fingerprints = fingerprints(weights) | fingerprints({name: weights[name].flip(0)})
-        meta.uploaded.set_result(None)
+        meta.transfer.fingerprints = fingerprints(weights) | fingerprints({name: weights[name].flip(0)})
+        meta.transfer.uploaded.set_result(None)
         error = _failure(received, within_s=2 * _UPDATE_S)
         close_group(sent)
     assert name in str(error), f"the error must name {name}: got {error}"
@@ -565,10 +564,10 @@ def dying_sender(subject: Subject) -> str:
         meta = _broadcast_meta(subject, weights)
         received = engine.update_weights(meta)
         description = {
-            "address": meta.nccl_master_address,
-            "port": meta.nccl_master_port,
-            "world_size": meta.nccl_world_size,
-            "name": meta.nccl_group_name,
+            "address": meta.transfer.meeting_point[0],
+            "port": meta.transfer.meeting_point[1],
+            "world_size": meta.transfer.world_size,
+            "name": meta.transfer.group_name,
             "shapes": [spec.shape for spec in meta.nccl_param_specs[0]],
             "timeout_s": _UPDATE_S,
         }

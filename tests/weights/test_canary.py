@@ -93,18 +93,19 @@ def corrupted(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def send(meta: WeightUpdateMeta, weights: dict[str, torch.Tensor], told: dict[str, torch.Tensor]) -> None:
     """Be a sender whose bytes may change on the way, by the disk or by broadcast."""
-    assert meta.wants_fingerprints
-    meta.fingerprints |= fingerprints(told)
+    assert meta.transfer.wants_fingerprints
+    meta.transfer.fingerprints |= fingerprints(told)
     if meta.type == "disk":
         assert meta.path is not None
         Path(meta.path).mkdir()
         save_file(weights, Path(meta.path) / "model.safetensors")
     else:
-        args = (meta.nccl_master_address, meta.nccl_master_port, 0, meta.nccl_world_size, meta.nccl_group_name)
+        to = meta.transfer
+        args = (*to.meeting_point, 0, to.world_size, to.group_name)
         group = join_group(*args, timeout_s=60)
         for specs in meta.nccl_param_specs:
             send_bucket(group, [weights[spec.name] for spec in specs])
-    meta.uploaded.set_result(None)
+    meta.transfer.uploaded.set_result(None)
     if meta.type != "disk":
         close_group(group)
 
@@ -165,7 +166,7 @@ def test_only_embedded_servers_are_told_fingerprints(stack: contextlib.ExitStack
         engine = connect(stack, server, backend=backend, check_fingerprint=is_on)
         meta = WeightUpdateMeta("disk", path="/nowhere", timeout_s=0.2)
         future = engine.update_weights(meta)
-        assert meta.wants_fingerprints == (backend == "lite" and is_on)
+        assert meta.transfer.wants_fingerprints == (backend == "lite" and is_on)
         with pytest.raises(WeightUpdateError):
             future.result(120)
 
