@@ -57,6 +57,7 @@ class WeightUpdate:
     asked: Sequence[Server] = ()  # servers that were to take part
     members: Sequence[Server] = ()  # servers that take part, once paused
     failures: dict[Server, ServerError] = field(default_factory=dict)  # errors of calls
+    is_torn: bool = False  # whether a server may hold a mix of old and new layers
 
     @property
     def way(self) -> str:
@@ -236,6 +237,7 @@ class WeightReceiver:
         """Let servers read the checkpoint, then remove it."""
         path, version = self._update.meta.path, self._update.transfer.version
         assert path is not None, "an update through the disk needs a path"
+        self._update.is_torn = True
         self.num_bytes += await in_thread(lambda: sum(one.stat().st_size for one in Path(path).glob("*.safetensors")))
         sent = self._holders.sent(self._update.transfer)
         await self._verify(lambda one: self._backend.reload(one, path, version, sent), servers)
@@ -307,6 +309,7 @@ class WeightReceiver:
             await self._join(plan)
         self._has_joined = True
         await self._on_all(self._backend.begin, plan.servers)
+        update.is_torn = True
         frozen = update.meta.frozen.names if update.transfer.is_partial and update.meta.frozen else ()
         buckets = buckets_without(update.meta.nccl_param_specs, frozen)
         for index, specs in enumerate(buckets):
@@ -381,7 +384,7 @@ class WeightReceiver:
                 self._plan = None
             else:
                 may_repeat, _ = await asyncio.gather(self._remove_failed(error), self._drop_plan())
-            if not self._backend.stages:  # a server may hold a mix of old and new layers
+            if update.is_torn and not self._backend.stages:
                 for server in update.members:
                     self._servers.mark_weights_lost(server, server.version)
             # Servers that may hold such a mix, also from an earlier update, stay paused.
