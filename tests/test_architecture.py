@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "weights": {"api", "utils", "engine", "inference"},
     "workflow": {"api", "utils", "reward", "chat"},
     "agent": {"api", "utils", "chat", "workflow", "rollout.event_loop"},
-    "launcher": {"api", "utils", "watchdog", "inference.backends"},
+    "launcher": {"api", "utils", "watchdog", "inference.backends", "inference.registry"},
     "viewer": {"api", "utils", "rollout.account"},
     "core": {
         *("api", "utils", "algorithms", "rollout", "engine", "inference", "weights", "workflow", "reward", "dataset"),

@@ -22,8 +22,8 @@ from cluster import paced
 from cluster.followed import PACED
 from testing_quickstart import write_tiny_model
 
+from arealite.inference.registry import RegistryClient, ServerEntry
 from arealite.utils.processes import kill_tree
-from arealite.utils.registry import Claim, RegistryClient, ServerRecord
 
 SECRET = "the-secret-of-this-run-0123456789abcdef"
 KNOWS = (str(PACED), "arealite.launcher.place.guard", "arealite.launcher.serve", "arealite.server")
@@ -107,7 +107,7 @@ def test_the_secret_of_a_run_never_leaves_it(tmp_path: Path, monkeypatch: pytest
     told, was_killed, deadline = 0, False, time.monotonic() + DEADLINE_S
     try:
         with junk_server() as address:
-            junk = ServerRecord(address, "lite", "here", 1, "ready", "", time.time())
+            junk = ServerEntry("junk", address, "lite", "here", "junk", "ready", "", time.time())
             while launcher.process.poll() is None:
                 assert time.monotonic() < deadline, launcher.output.read_text()
                 for pid, (command, environment) in processes(experiment.folder).items():
@@ -118,9 +118,8 @@ def test_the_secret_of_a_run_never_leaves_it(tmp_path: Path, monkeypatch: pytest
                         was_killed = True
                         os.kill(pid, signal.SIGKILL)
                 if (run / "registry.json").exists():
-                    claim = Claim(junk, "junk", told, 30.0, told == 0)
                     try:
-                        asyncio.run(RegistryClient(run / "registry.json", SECRET).claim("junk", claim))
+                        asyncio.run(RegistryClient(run / "registry.json", SECRET).put(junk))
                         told += 1
                     except RuntimeError as error:
                         assert SECRET not in f"{error!r} {error}"

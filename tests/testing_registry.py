@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
+from arealite.inference.registry import Registry, ServerEntry
 from arealite.utils.network import LOOPBACK
-from arealite.utils.registry import Claim, Registry, ServerRecord
 
 RUN = {"experiment_name": "exp", "trial_name": "t"}
 T = TypeVar("T")
@@ -24,7 +23,6 @@ class RunningRegistry:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
-        self._numbers = itertools.count()
         self._secret, self._file = secret, file
         self.restart()
 
@@ -33,31 +31,31 @@ class RunningRegistry:
         return self.registry.address
 
     @property
-    def servers(self) -> dict[str, ServerRecord]:
-        return self.call(lambda: dict(self.registry.servers))
+    def servers(self) -> dict[str, ServerEntry]:
+        """Entries by name."""
+        return self.call(lambda: {one.name: one for one in self.registry.servers.values()})
 
-    def put(self, name: str, address: str, state: str = "ready", **changes: Any) -> None:
-        """Write the entry of a server, or write it anew."""
-        record = {"backend": "lite", "node": "here", "pid": 1, "detail": "", "since": time.time(), **changes}
-        server = ServerRecord(address=address, state=state, **record)  # type: ignore[arg-type]
-        claim = Claim(server, f"owner of {name}", next(self._numbers), 3600.0, is_first=True)
-        self.call(lambda: self.registry.claim(name, claim))
+    def put(self, name: str, address: str, state: str = "ready", life: int = 1, **changes: Any) -> None:
+        """Write the entry of a server; another `life` is a server that has started anew."""
+        fields = {"backend": "lite", "node": "here", "detail": "", "since": time.time(), **changes}
+        entry = ServerEntry(name, address, incarnation=f"{name}-{life}", state=state, **fields)  # type: ignore[arg-type]
+        self.wait(self.registry.put(entry))
 
     def drop(self, name: str) -> None:
         """Delete the entry of a server."""
-        self.call(lambda: self.registry.withdraw(name, f"owner of {name}", next(self._numbers)))
+        self.call(lambda: self.registry.remove_named(name))
 
     def wait_for(
-        self, is_so: Callable[[dict[str, ServerRecord]], bool], timeout_s: float = 60.0
-    ) -> dict[str, ServerRecord]:
+        self, is_so: Callable[[dict[str, ServerEntry]], bool], timeout_s: float = 60.0
+    ) -> dict[str, ServerEntry]:
         """Wait until the servers are as they should be, and return them."""
 
-        async def wait() -> dict[str, ServerRecord]:
+        async def wait() -> dict[str, ServerEntry]:
             async with asyncio.timeout(timeout_s):
                 view = await self.registry.watch()
-                while not is_so(view.servers):
+                while not is_so(servers := {one.name: one for one in view.servers.values()}):
                     view = await self.registry.watch(view.moment)
-            return view.servers
+            return servers
 
         return self.wait(wait())
 

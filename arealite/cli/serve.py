@@ -16,13 +16,13 @@ from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
 from arealite.inference.backends.program import ServerProgram
+from arealite.inference.registry import RegistryClient, RegistryError, RegistryRefusedError, address_in
 from arealite.launcher.plan.jobs import server_job
 from arealite.launcher.plan.plan import Placement, check_model
 from arealite.utils.devices import visible_gpus
 from arealite.utils.files import reading
 from arealite.utils.network import LOOPBACK, address_toward, host_ip
 from arealite.utils.processes import REGISTRY_VARIABLE, SECRET_VARIABLE
-from arealite.utils.registry import RegistryClient, RegistryError, RegistryRefusedError, address_in
 from arealite.utils.secret import check_length, is_loopback, secret_of_environment
 
 

@@ -1,15 +1,15 @@
 """Removes servers that do not answer or fail, and restores them once they answer.
 
-A server with requests in flight that has been silent for a while is asked for /health. If that fails it is removed, and
-its requests go to other servers, until it answers again. Invariant: a request waits for a dead server no longer than
-about `quiet_s + 2 * health_s` while another server serves, else until the dead one returns.
+A server that has been silent for a while is asked for /health, soon if it has requests in flight. If that fails it is
+removed, and its requests go to other servers, until it answers again. Invariant: a request waits for a dead server no
+longer than about `quiet_s + 2 * health_s` while another server serves, else until the dead one returns.
 """
 
 import asyncio
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 import aiohttp
 
@@ -26,7 +26,7 @@ _MAX_SICK_PAUSE_S = 60.0
 
 
 class Health:
-    """Watches the servers that have requests in flight; lives in one event loop."""
+    """Watches the serving servers; lives in one event loop."""
 
     def __init__(
         self,
@@ -36,12 +36,15 @@ class Health:
         *,
         quiet_s: float = 4.0,
         health_s: float = 8.0,
+        idle_s: float = 15.0,
+        dead_s: float = 20.0,
     ) -> None:
         """No server is examined while `may_generate` is cleared: a paused one may be silent."""
         self.session = session
         self._servers = servers
         self._may_generate = may_generate
-        self._quiet_s, self._health_s = quiet_s, health_s
+        self._quiet_s, self._health_s, self._idle_s, self._dead_s = quiet_s, health_s, idle_s, dead_s
+        self.on_dead: Callable[[Server], None] = lambda server: None  # called for one that does not return in `dead_s`
         self._timeouts: defaultdict[Server, set[asyncio.Timeout]] = defaultdict(set)  # one per request in flight
         self._heard_at: defaultdict[Server, float] = defaultdict(float)  # when a server last replied
         self._tasks = BackgroundTasks("watching which servers answer", logger)
@@ -105,9 +108,10 @@ class Health:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self._quiet_s / 4)
-            for server in list(self._timeouts):
-                is_quiet = loop.time() - self._heard_at[server] > self._quiet_s
-                if self._timeouts[server] and is_quiet and self._may_generate.is_set():
+            for server in {*self._timeouts, *self._servers.serving}:
+                quiet_s = self._quiet_s if self._timeouts[server] else self._idle_s
+                is_asked = bool(self._timeouts[server]) or server.state == "serving"
+                if is_asked and loop.time() - self._heard_at[server] > quiet_s and self._may_generate.is_set():
                     self._tasks.start(self._examine(server), ("examine", server))
 
     async def _examine(self, server: Server) -> None:
@@ -124,11 +128,14 @@ class Health:
 
     async def _readmit(self, server: Server, pause_s: float) -> None:
         await asyncio.sleep(pause_s)
+        dead_at = deadline_in(self._dead_s)
         while server in self._servers.servers:
             if await self.answers_by(deadline_in(self._health_s), server.address):
                 self._servers.restore(server)
                 logger.warning("server %s answers again", server.address)
                 return
+            if asyncio.get_running_loop().time() > dead_at:
+                self.on_dead(server)
 
     async def _answers(self, address: str, endpoint: str, timeout_s: float) -> bool | None:
         """Ask a server once, any status of success counts; None if this process has no file left to ask."""

@@ -22,10 +22,10 @@ from chaos.experiment import Experiment
 from testing_quickstart import write_tiny_model
 
 from arealite.api.run_folder import RunFolder
+from arealite.inference.registry import RegistryClient, RegistryError
 from arealite.rollout.account.rollout_file import read_rows
 from arealite.utils.files import read_jsonl
 from arealite.utils.processes import kill_tree
-from arealite.utils.registry import RegistryClient, RegistryError
 from cluster.common import Program, last_step, program
 from cluster.followed import PACED, ClusterRun, say, tell_result
 

@@ -32,10 +32,10 @@ from arealite.api.run_folder import RunFolder
 from arealite.cli.main import main
 from arealite.dataset import get_custom_dataset
 from arealite.dataset.loader import PromptLoader
+from arealite.inference.registry import RegistryError
 from arealite.rollout.account.ledger_file import LedgerFile
 from arealite.rollout.account.store import Replay
 from arealite.trainer.stats_logger import undo_from
-from arealite.utils.registry import RegistryError
 from arealite.utils.secret import ensure_secret
 from arealite.weights.log import record_weights
 from hostile.common import JUNK, NESTED, REPOSITORY, SECRET, Report, judge_command

@@ -40,7 +40,7 @@ _HALF_SENT_S = 1.0
 _BEARER = f"Authorization: Bearer {SECRET}\r\n"
 _REGISTRY = """
 import asyncio, os
-from arealite.utils.registry import Registry
+from arealite.inference.registry import Registry
 async def main():
     registry = Registry(os.environ["AREALITE_SECRET"])
     await registry.start()
@@ -68,13 +68,12 @@ LITE: Endpoints = {
     "POST /update_weights_from_disk": ({"model_path": "/none"}, protocol.DiskUpdateBody.model_fields),
     **{line: ({}, _NO_BODY) for line in ("POST /flush_cache", "GET /health", "GET /server_info", "PUT /generate")},
 }
-_RECORD = {"address": "a:1", "backend": "lite", "node": "n", "pid": 1, "state": "ready", "detail": "", "since": 1.0}
-_CLAIM = {"record": _RECORD, "owner": "o", "number": 1, "lease_s": 5.0, "is_first": True}
+_ENTRY = {"name": "x", "address": "a:1", "backend": "lite", "node": "n", "incarnation": "i"}
+_ENTRY |= {"state": "ready", "detail": "", "since": 1.0}
 _BOARD: Endpoints = {
-    "PUT /servers/x": (_CLAIM, _CLAIM),
-    "PUT /servers/x#record": (_RECORD, _RECORD),
+    "POST /servers": (_ENTRY, _ENTRY),
     "GET /servers?wait_s=0&after=x": ({}, _NO_BODY),
-    "DELETE /servers/x?owner=o&number=1": ({}, _NO_BODY),
+    "DELETE /servers?incarnation=i": ({}, _NO_BODY),
 }
 _TARGETS = (
     *("*", "//", "/%00", "/../x", "/..%2f..", "http://[::1", "http://a/generate", "/\ud800", "/" + "a" * 70_000, ""),
@@ -112,8 +111,7 @@ class Target:
     def honest(self) -> None:
         """Do what a run does, and check the answers."""
         if self.name == "registry":
-            claim = _CLAIM | {"owner": "honest", "number": time.monotonic_ns(), "lease_s": 60.0}
-            self.ask("PUT /servers/honest", claim)
+            self.ask("POST /servers", _ENTRY | {"address": "honest:1", "incarnation": "honest"})
             assert "honest" in self.ask("GET /servers")["servers"], "it forgets who registers"
             return
         self.ask("POST /continue_generation", {})
@@ -212,8 +210,7 @@ def junk_bodies(endpoints: Endpoints) -> Iterator[tuple[str, bytes]]:
 def dumped(line: str, fields: dict[str, Any]) -> bytes:
     """Return a body, or one with a block of it that the line names after `#`."""
     block = line.partition("#")[2]
-    outer = _CLAIM if block == "record" else {"input_ids": [5]}
-    return json.dumps(outer | {block: fields} if block else fields).encode()
+    return json.dumps({"input_ids": [5], block: fields} if block else fields).encode()
 
 
 def whole(line: str, body: bytes, *, secret: bool = True) -> bytes:

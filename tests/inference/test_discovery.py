@@ -27,9 +27,9 @@ from arealite.api.io_struct import ModelRequest, ModelResponse
 from arealite.inference.backends.lite import LiteBackend
 from arealite.inference.http import ServerConnection, StatusError
 from arealite.inference.pool import NO_VERSION, Server, ServerFacts, ServerPool
+from arealite.inference.registry import RegistryClient, RemovedError, ServerEntry
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.utils.processes import REGISTRY_VARIABLE, SECRET_VARIABLE
-from arealite.utils.registry import Claim, RegistryClient, ServerRecord
 from arealite.utils.secret import ensure_secret
 
 LIMIT_S = 120.0
@@ -156,8 +156,8 @@ def test_without_a_launcher_the_trainer_keeps_the_registry(
     def join() -> None:
         until(file.exists)
         secret = ensure_secret(file.parent)
-        record = ServerRecord(server.address, "lite", "here", 1, "ready", "", time.time())
-        asyncio.run(RegistryClient(file, secret).claim("server-0", Claim(record, "me", 0, 60.0, is_first=True)))
+        entry = ServerEntry("server-0", server.address, "lite", "here", "x", "ready", "", time.time())
+        asyncio.run(RegistryClient(file, secret).put(entry))
 
     joining = threading.Thread(target=join)
     joining.start()
@@ -197,7 +197,7 @@ def test_a_server_that_leaves_gives_its_requests_back_exactly(
     thread = threading.Thread(target=lambda: responses.append(generate(engine, num_tokens=200)))
     thread.start()
     leaves.wait_until_held()
-    registry.put("server-0", leaves.address, state="leaving")
+    registry.drop("server-0")
     until(lambda: addresses(engine) == [stays.address])
     leaves.abort_all()
     thread.join(LIMIT_S)
@@ -210,31 +210,31 @@ def test_a_server_that_leaves_gives_its_requests_back_exactly(
     assert engine.metrics()["servers/left"] == 1
 
 
-def test_only_who_does_not_answer_goes_when_its_entry_vanishes(
+def test_a_server_that_does_not_answer_for_long_is_removed_also_from_the_registry(
     stack: contextlib.ExitStack, registry: RunningRegistry
 ) -> None:
-    """A registry that starts anew, empty, must not take the servers along."""
+    """Though it is idle; if it lives nevertheless, it registers anew."""
     alive, dead = serving(stack), ScriptedServer()
     with serve(dead):
         registry.put("server-0", alive.address)
         registry.put("server-1", dead.address)
         engine = connect(stack, 2)
-    registry.drop("server-0")
-    registry.drop("server-1")
-    until(lambda: addresses(engine) == [alive.address])
+        health = engine._completions.health
+        health._idle_s, health._health_s, health._dead_s = 0.2, 0.5, 0.2
+    until(lambda: addresses(engine) == [alive.address] and list(registry.servers) == ["server-0"])
+    with pytest.raises(RemovedError):
+        registry.put("server-1", dead.address)
     assert generate(engine).server == alive.address
-    registry.put("server-0", alive.address, pid=2)
-    until(lambda: [one.version for one in engine.servers.servers] == [NO_VERSION])
 
 
 def test_a_server_that_started_anew_has_unknown_weights(stack: contextlib.ExitStack, registry: RunningRegistry) -> None:
     first, second = serving(stack), serving(stack)
-    registry.put("server-0", first.address, since=100.0)
+    registry.put("server-0", first.address)
     registry.put("server-1", second.address)
     engine = connect(stack, 2)
     publish(engine, 3)
     first.version = second.version = 3
-    registry.put("server-0", first.address, pid=2)
+    registry.put("server-0", first.address, life=2)
     until(lambda: [one.version for one in engine.servers.servers if one.address == first.address] == [NO_VERSION])
     assert {generate(engine, rid=str(index)).server for index in range(6)} == {second.address}
 
@@ -246,7 +246,7 @@ def test_a_registry_that_does_not_answer_changes_nothing(
     monkeypatch.setenv(REGISTRY_VARIABLE, str(tmp_path / "registry.json"))
     first, second = serving(stack), serving(stack)
     registry = RunningRegistry(file=tmp_path / "registry.json")
-    registry.put("server-0", first.address, since=1.0)
+    registry.put("server-0", first.address)
     registry.put("server-1", second.address)
     engine = connect(stack, 2)
     registry.close()
@@ -255,7 +255,7 @@ def test_a_registry_that_does_not_answer_changes_nothing(
     registry = RunningRegistry(file=tmp_path / "registry.json")
     stack.callback(registry.close)
     until(lambda: any(line.endswith("answers again") for line in caplog.messages))
-    registry.put("server-0", first.address, since=1.0)
+    registry.put("server-0", first.address)
     registry.put("server-2", (third := serving(stack)).address)
     until(lambda: len(addresses(engine)) == 3)
     assert set(addresses(engine)) == {first.address, second.address, third.address}
@@ -278,14 +278,14 @@ def test_capacity_follows_the_members_up_to_what_is_configured(
     publish(engine, 1)
     until(lambda: len(engine.servers.serving) == 3 and account.max_concurrent == (limit or 15))
     for index, expected in ((2, 10), (1, 5), (0, 1)):
-        registry.put(f"server-{index}", servers[index].address, state="leaving")
+        registry.drop(f"server-{index}")
         until(functools.partial(lambda expected: account.max_concurrent == expected, expected))
 
 
 def test_a_meeting_that_fails_takes_place_again(
     stack: contextlib.ExitStack, registry: RunningRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the start and later; of two entries at one address the newer one counts."""
+    """At the start and later."""
     failures: list[ServerError] = [UnreachableError("reset"), StatusError("starting", 503)]
     meet = LiteBackend.meet
 
@@ -296,8 +296,7 @@ def test_a_meeting_that_fails_takes_place_again(
 
     monkeypatch.setattr(LiteBackend, "meet", fail_first)
     first, second = serving(stack), serving(stack)
-    registry.put("server-0", first.address, backend="vllm", since=100.0)
-    registry.put("server-1", first.address, since=200.0)
+    registry.put("server-1", first.address)
     engine = connect(stack, 1)
     assert not failures and addresses(engine) == [first.address]
     failures.append(UnreachableError("reset"))
@@ -325,7 +324,7 @@ def test_a_newcomer_that_answers_nonsense_joins_when_it_answers_well(
     newcomer.raw.clear()
     if reply == REPLIES["redirect"]:
         assert "is turned away" in caplog.text, "as with any status below 500"
-        registry.put("server-1", newcomer.address, pid=2)
+        registry.put("server-1", newcomer.address, life=2)
     until(lambda: len(engine.servers.servers) == 2)
     gc.collect()
     assert SECRET not in caplog.text and "exception" not in caplog.text
@@ -381,7 +380,7 @@ def test_requests_wait_while_no_server_is_there(stack: contextlib.ExitStack, reg
     thread = threading.Thread(target=lambda: responses.append(generate(engine, num_tokens=100)))
     thread.start()
     until(lambda: len(first.requests) == 1)
-    registry.put("server-0", first.address, state="leaving")
+    registry.drop("server-0")
     until(lambda: not engine.servers.servers)
     first.abort_all()
     time.sleep(1.0)
@@ -393,7 +392,7 @@ def test_requests_wait_while_no_server_is_there(stack: contextlib.ExitStack, reg
     seed = first.requests[0]["sampling_params"]["sampling_seed"]
     assert responses[0].output_tokens == [token_at(seed, 3 + index) for index in range(100)]
     assert responses[0].server == second.address
-    registry.put("server-1", second.address, state="leaving")
+    registry.drop("server-1")
     until(lambda: not engine.servers.servers)
     engine.config.setup_timeout = 1.0
     with pytest.raises(ServerError, match=r"weights of version 0 must be there within 1 s: got no server"):

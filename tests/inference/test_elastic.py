@@ -180,13 +180,13 @@ def test_nothing_fails_while_the_only_server_starts_anew(
         lambda: rollout.rollout_batch(rows(40), SamplingWorkflow(max_new_tokens=150, min_new_tokens=150))
     )
     until(lambda: first.engine.stats().generated_tokens > 60)
-    registry.put("server-0", first.address, state="leaving")
+    registry.drop("server-0")
     until(lambda: not rollout.servers.servers)
     first.engine.pause("abort").result(120)
     until(lambda: first.engine.stats().running == 0)
     time.sleep(20.5)
     second = serving(stack, seed=8)
-    registry.put("server-0", second.address, pid=2)
+    registry.put("server-0", second.address, life=2)
     batch = pending.result()
     assert batch.batch_size[0] == 40 and set(batch["versions"][batch["loss_mask"].bool()].tolist()) == {2}
     sampled = first.engine.stats().generated_tokens + second.engine.stats().generated_tokens
@@ -400,15 +400,15 @@ def test_nobody_catches_up_with_weights_that_were_trained_since(
 def test_more_run_at_once_when_servers_join_in_the_middle_of_a_batch(
     stack: contextlib.ExitStack, registry: RunningRegistry, model_path: str
 ) -> None:
-    registry.put("server-0", (first := serving(stack)).address)
+    registry.put("server-0", serving(stack).address)
     actor, rollout = start(stack, model_path, 1, max_concurrent_rollouts=8)
     publish_weights(actor, rollout, version=1)
-    registry.put("server-0", first.address, state="leaving")
+    registry.drop("server-0")
     until(lambda: not rollout.servers.servers)
     workflow = SamplingWorkflow(max_new_tokens=100, min_new_tokens=100)
     pending = Background(lambda: rollout.rollout_batch(rows(16), workflow))
     slow_down((second := serving(stack)).model)
-    registry.put("server-0", second.address, pid=2)
+    registry.put("server-0", second.address, life=2)
     until(lambda: second.engine.stats().running > 4)
     assert pending.result().batch_size[0] == 16
 

@@ -36,12 +36,12 @@ def wait_for(*names):
 def servers(count):
     "Addresses of servers by name, once so many are ready."
     import asyncio
-    from arealite.utils.registry import RegistryClient
+    from arealite.inference.registry import RegistryClient
     async def ready():
         registry = RegistryClient(os.environ["AREALITE_REGISTRY"], os.environ["AREALITE_SECRET"])
         view = await registry.watch()
         while True:
-            ready = {name: record.address for name, record in view.servers.items() if record.state == "ready"}
+            ready = {one.name: one.address for one in view.servers.values() if one.state == "ready"}
             if len(ready) == count: return ready
             view = await registry.watch(view.moment)
     return asyncio.run(ready())

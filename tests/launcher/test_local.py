@@ -230,14 +230,14 @@ def test_a_server_that_joins_outlives_an_attempt_and_the_run_tells_where_its_reg
     run = launch_script(
         """
         import asyncio, json
-        from arealite.utils.registry import Claim, RegistryClient, ServerRecord
+        from arealite.inference.registry import RegistryClient, ServerEntry
         told = json.loads(pathlib.Path("runs/exp/trial/registry.json").read_text())
         assert told["address"] == os.environ["AREALITE_REGISTRY"] and told["address"].startswith("127.0.0.1:"), told
         registry = RegistryClient(os.environ["AREALITE_REGISTRY"], os.environ["AREALITE_SECRET"])
-        joined = ServerRecord("127.0.0.1:1", "sglang", "here", 1, "ready", "", 0.0)
+        joined = ServerEntry("joined", "127.0.0.1:1", "sglang", "here", "me", "ready", "", 0.0)
         if os.environ["AREAL_RECOVER_RUN"] == "0":
             first = servers(1)
-            asyncio.run(registry.claim("joined", Claim(joined, "me", 0, 60.0, True)))
+            asyncio.run(registry.put(joined))
             pathlib.Path("first").write_text(str(first["server-0"]))
             sys.exit(7)
         found = servers(2)

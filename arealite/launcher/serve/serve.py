@@ -3,11 +3,11 @@
     python -m arealite.launcher.serve --backend lite --name server-0 --host ADDRESS [--registry WHERE]
         -- COMMAND OF THE SERVER, WITHOUT --host AND --port
 
-SIGTERM hands back what runs: the server's record says `leaving`, trainers send nothing more, requests in flight are
-answered with the tokens so far, the server ends. A second signal, or ten seconds, end it at once.
+SIGTERM hands back what runs: the server's entry is removed, trainers send nothing more, requests in flight are answered
+with the tokens so far, the server ends. A second signal, or ten seconds, end it at once.
 
 Exit status: 0 after a signal; 2 refused; 3 not ready in time; else that of the server, and 1 if that is 0. Invariant:
-the server does not outlive this program, and no record says `ready` before the server has answered at its address and,
+the server does not outlive this program, and no entry says `ready` before the server has answered at its address and,
 if other nodes reach it, has refused a request without the secret.
 """
 
@@ -21,6 +21,7 @@ import signal
 import socket
 import sys
 import time
+import uuid
 from collections.abc import Sequence
 
 import aiohttp
@@ -29,12 +30,12 @@ import psutil
 from arealite.api.errors import ConfigError
 from arealite.api.script import show_refusal
 from arealite.api.servers import KINDS
+from arealite.inference.registry import RegistryClient, RegistryError, RegistryRefusedError, ServerEntry
 from arealite.launcher.place.base import Job
 from arealite.launcher.place.local import JobRun
 from arealite.launcher.serve.registration import Registration
 from arealite.utils import processes
 from arealite.utils.network import LOOPBACK, hold_port, port_of
-from arealite.utils.registry import RegistryClient, RegistryError, RegistryRefusedError, ServerRecord
 from arealite.utils.secret import authorization, check_exposed, is_loopback, secret_of_environment
 from arealite.utils.terminal import Parser
 
@@ -93,14 +94,13 @@ class Server:
 
     async def run(self, signals: asyncio.Queue[int]) -> int:
         """Watch it to its end, and leave nothing behind."""
-        saying = asyncio.create_task(self._registration.keep_saying(self._last_line))
+        self._registration.keep(self._last_line)
         try:
             status = await self._watch(signals)
             if status == 0:
                 await self._hand_back(signals)
             return status
         finally:
-            saying.cancel()
             self._run.kill()
             await self._ended
             await self._registration.withdraw()
@@ -116,7 +116,7 @@ class Server:
         if is_ready := loading.done():
             loading.result()
             print(f"serve: {name} is ready at {self._address} after {time.monotonic() - started:.1f} s", flush=True)
-            await self._registration.say("ready")
+            await self._registration.note_ready()
             await asyncio.wait([signalled, self._ended], return_when=asyncio.FIRST_COMPLETED)
         loading.cancel()
         if signalled.done():
@@ -154,8 +154,7 @@ class Server:
         sys.stdout.buffer.flush()
 
     async def _leave(self) -> None:
-        with contextlib.suppress(TimeoutError):  # a registry that hangs must not cost tokens
-            await asyncio.wait_for(self._registration.say("leaving"), _NOTICE_S)
+        await self._registration.withdraw()
         if not num_connected(self._address):
             return
         await asyncio.sleep(_NOTICE_S)
@@ -185,7 +184,7 @@ async def _run(args: argparse.Namespace) -> int:
             await registration.publish()
         except RegistryRefusedError as error:
             raise ConfigError(f"the registry of the run must accept this server: {error}") from error
-        except RegistryError:  # `keep_saying` tries again and reports it
+        except RegistryError:  # it is posted again, and a failure reported
             pass
         return await Server(args, address, registration).run(signals)
 
@@ -206,16 +205,17 @@ def _hold(args: argparse.Namespace) -> socket.socket:
 
 def _registration(args: argparse.Namespace, address: str) -> Registration:
     """Describe the server to its run, if it has one."""
-    record = ServerRecord(address, args.backend, args.node, os.getpid(), "loading", "starting", time.time())
+    incarnation = uuid.uuid4().hex
+    entry = ServerEntry(args.name, address, args.backend, args.node, incarnation, "loading", "starting", time.time())
     if not args.registry:
-        return Registration(None, args.name, record)
+        return Registration(None, entry)
     if (secret := secret_of_environment()) is None:
         raise ConfigError(
             f"{processes.SECRET_VARIABLE} must be the secret of the run: got nothing. It is in .secret of its folder."
         )
     if args.host == "0.0.0.0":
         raise ConfigError("--host must be one address, which trainers connect to: got 0.0.0.0. Name an interface's.")
-    return Registration(RegistryClient(args.registry, secret), args.name, record)
+    return Registration(RegistryClient(args.registry, secret), entry)
 
 
 async def _loaded(address: str, *, is_exposed: bool) -> None:

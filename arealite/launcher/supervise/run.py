@@ -17,6 +17,7 @@ from arealite.api.config.run import load_run_config
 from arealite.api.errors import NODE_LOST, REFUSED, ConfigError, require_linux
 from arealite.api.run_folder import OF_TRIAL, RunFolder
 from arealite.api.script import show_refusal
+from arealite.inference.registry import Registry
 from arealite.launcher.place.base import Place
 from arealite.launcher.plan.jobs import plan_lines
 from arealite.launcher.plan.plan import Run, checked_plan, entry_script, trains
@@ -24,7 +25,6 @@ from arealite.launcher.supervise.preflight import preflight
 from arealite.launcher.supervise.supervisor import Supervisor, pause_s
 from arealite.utils.files import empty_folder, file_lock, reading, require_object, write_atomically, writing
 from arealite.utils.processes import skip_last_collection
-from arealite.utils.registry import Registry
 from arealite.utils.secret import ensure_secret
 from arealite.utils.terminal import Parser, until_reader_leaves
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from arealite.api.errors import NODE_LOST, PEER_LOST, REFUSED, SERVER_FAILED, STALLED, ConfigError
+from arealite.inference.registry import Registry
 from arealite.launcher.place.base import NodeLostError, Place, Slot
 from arealite.launcher.plan.jobs import server_job, trainer_job
 from arealite.launcher.plan.layout import foreign_servers
@@ -23,7 +24,6 @@ from arealite.launcher.supervise.jobs import Jobs
 from arealite.utils import trace
 from arealite.utils.files import read_jsonl
 from arealite.utils.processes import REGISTRY_VARIABLE, SECRET_VARIABLE, SERVER_ADDRS_VARIABLE
-from arealite.utils.registry import Registry
 from arealite.watchdog.stall import StallWatch
 
 _CLEAN_UP_S = 15.0
@@ -140,7 +140,7 @@ class Supervisor:
     def _start(self, slots: Mapping[Placement, Slot], *, is_restart: bool) -> None:
         """Start all jobs. The stall watchdog runs only if there is a trainer, as servers may be idle without one."""
         for server in self._plan.servers:
-            self._registry.remove(server.name)  # left by a killed server of the last attempt
+            self._registry.remove_named(server.name)  # left by a killed server of the last attempt
             self._watch(self._serve(server, slots[server]))
         if self._plan.trainers:
             self._slots_of_ranks = [slots[rank] for rank in self._plan.trainers]
@@ -195,7 +195,7 @@ class Supervisor:
             finally:
                 running.cancel()
                 loading.cancel()
-            self._registry.remove(name)
+            self._registry.remove_named(name)
             if self._run.folder.newest_checkpoint > progress:
                 num_restarts, progress = 0, self._run.folder.newest_checkpoint
             if not was_ready or num_restarts == max_restarts:
@@ -209,7 +209,7 @@ class Supervisor:
                 return ExitReason(status, f"{name} could not be started again: {error}")
         if was_ready:
             self._server_names.remove(name)
-            if self._server_names or self._registry.servers:
+            if self._server_names or any(one.state == "ready" for one in self._registry.servers.values()):
                 self._log(f"{ended}; it is left out, as others serve")
                 self._addresses.pop(name, None)
                 if name in self._expected:
@@ -223,14 +223,14 @@ class Supervisor:
         timeout_s = setup_timeout_s(self._config)
         async with asyncio.timeout(timeout_s):
             view = await self._registry.watch()
-            while (record := view.servers.get(name)) is None or record.state != "ready":
+            while (entry := view.named(name)) is None or entry.state != "ready":
                 if (now := time.monotonic()) >= next_line:
                     next_line = now + _STATUS_INTERVAL_S
-                    doing = "it has not registered yet" if record is None else record.detail
+                    doing = "it has not registered yet" if entry is None else entry.detail
                     self._log(f"waiting for {name} ({now - started:.0f} s of {timeout_s:g} s): {doing}")
                 view = await self._registry.watch(view.moment, next_line - now)
-        self._addresses[name] = record.address
-        self._log(f"{name} is ready at {record.address} after {time.monotonic() - started:.1f} s")
+        self._addresses[name] = entry.address
+        self._log(f"{name} is ready at {entry.address} after {time.monotonic() - started:.1f} s")
         addresses = [self._addresses.get(server, "") for server in self._server_names]
         if all(addresses):
             self._are_servers_ready.set()

@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,11 @@ from testing_ports import held_port
 from testing_registry import RunningRegistry
 from tiny_models import build, config, tokenizer
 
+from arealite.inference.registry import ServerEntry
 from arealite.launcher.serve import serve as module
 from arealite.launcher.serve.serve import NOT_READY, REFUSED, num_connected
 from arealite.utils.network import LOOPBACK, hold_port, host_ip, port_of
 from arealite.utils.processes import REGISTRY_VARIABLE, descendants, is_alive, kill_tree, send_signal, wait_gone
-from arealite.utils.registry import ServerRecord
 from arealite.utils.secret import authorization
 
 REPOSITORY = Path(__file__).parents[3]
@@ -48,10 +49,10 @@ class Serve:
         self._reader.start()
 
     @property
-    def record(self) -> ServerRecord | None:
+    def entry(self) -> ServerEntry | None:
         return self.registry.servers.get("server-0")
 
-    def wait_for_record(self, wanted: Callable[[ServerRecord | None], bool]) -> ServerRecord | None:
+    def wait_for_entry(self, wanted: Callable[[ServerEntry | None], bool]) -> ServerEntry | None:
         return self.registry.wait_for(lambda servers: wanted(servers.get("server-0")), DEADLINE_S).get("server-0")
 
     def wait_for_line(self, pattern: str) -> re.Match[str]:
@@ -154,10 +155,10 @@ def long_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_sigterm_hands_back_exactly_the_tokens_so_far(serve: Callable[..., Serve], long_model: str) -> None:
     command = [sys.executable, "-m", "arealite.server", "--model-path", long_model, "--context", "8192"]
     one = serve(backend="lite", command=[*command, "--deterministic"])
-    loading = one.wait_for_record(lambda record: record is not None)
-    assert loading is not None and loading.state == "loading" and loading.pid == one.process.pid
+    loading = one.wait_for_entry(lambda entry: entry is not None)
+    assert loading is not None and loading.state == "loading"
     address = one.ready()
-    ready = one.wait_for_record(lambda record: record is not None and record.state == "ready")
+    ready = one.wait_for_entry(lambda entry: entry is not None and entry.state == "ready")
     assert ready is not None and (ready.address, ready.backend) == (address, "lite") and ready.since > loading.since
     assert post(address, "/server_info", {}, secret=None)[0] == 401
 
@@ -180,7 +181,7 @@ def test_sigterm_hands_back_exactly_the_tokens_so_far(serve: Callable[..., Serve
         shorter = min(len(tokens), len(whole))
         assert finish == "abort" and shorter >= 40
         assert tokens[:shorter] == whole[:shorter]
-    assert one.record is None and took_s < 60
+    assert one.entry is None and took_s < 60
 
 
 @pytest.mark.parametrize("backend", ["sglang", "vllm"])
@@ -194,11 +195,11 @@ def test_a_stock_server_is_told_to_abort(serve: Callable[..., Serve], outside: s
         reply = pool.submit(post, address, "/generate", {})
         one.wait_for_line("holding")
         one.process.terminate()
-        leaving = one.wait_for_record(lambda record: record is None or record.state == "leaving")
-        assert leaving is not None, "it said so before it went"
+        one.wait_for_entry(lambda entry: entry is None)
+        assert one.process.poll() is None, "its entry is removed before it goes"
         assert one.end() == 0
         assert reply.result() == (200, {"finish": "abort", "tokens": [1, 2, 3]})
-    assert one.record is None
+    assert one.entry is None
 
 
 def test_a_failed_abort_is_reported_without_the_secret(serve: Callable[..., Serve]) -> None:
@@ -220,7 +221,7 @@ def test_a_server_that_lets_other_nodes_in_without_the_secret_is_never_ready(
     one = serve("--host", outside)
     assert one.end() == REFUSED
     assert "must refuse requests without the secret: got status 404" in one.lines[-1]
-    assert not any("is ready" in line for line in one.lines) and one.record is None
+    assert not any("is ready" in line for line in one.lines) and one.entry is None
 
 
 async def test_a_server_that_is_busy_when_it_is_asked_for_the_secret_is_asked_again(
@@ -264,7 +265,7 @@ def test_a_second_signal_ends_a_server_that_does_not(serve: Callable[..., Serve]
         reply = pool.submit(post, address, "/generate", {})
         one.wait_for_line("holding")
         one.process.terminate()
-        one.wait_for_record(lambda record: record is not None and record.state == "leaving")
+        one.wait_for_entry(lambda entry: entry is None)
         assert one.process.poll() is None
         assert one.terminate() < 8, "without waiting for what is deaf"
         assert isinstance(reply.exception(), OSError)
@@ -273,11 +274,11 @@ def test_a_second_signal_ends_a_server_that_does_not(serve: Callable[..., Serve]
 
 def test_what_it_loads_is_told(serve: Callable[..., Serve]) -> None:
     one = serve("--setup-timeout", "8", command=stock("hang"))
-    record = one.wait_for_record(lambda record: record is not None and record.detail != "starting")
+    record = one.wait_for_entry(lambda entry: entry is not None and entry.detail != "starting")
     assert record is not None and (record.state, record.detail) == ("loading", "Loading weights:  50%")
     assert one.end() == NOT_READY
     assert one.lines[-1].strip().endswith("was not ready within 8 s; it last wrote: Loading weights:  50%")
-    assert one.record is None
+    assert one.entry is None
 
 
 def test_a_server_that_dies_tells_how(serve: Callable[..., Serve]) -> None:
@@ -286,7 +287,7 @@ def test_a_server_that_dies_tells_how(serve: Callable[..., Serve]) -> None:
     assert "".join(one.lines[-2:]) == (
         "OutOfMemoryError: no room for the model\nserve: server-0 ended with exit status 17 while it was loading\n"
     )
-    assert one.record is None
+    assert one.entry is None
 
 
 @pytest.mark.parametrize("victim", ["serve", "guard", "server"])
@@ -299,21 +300,23 @@ def test_nothing_survives_a_sigkill(serve: Callable[..., Serve], victim: str) ->
     assert one.process.wait(DEADLINE_S) == (-9 if victim == "serve" else 128 + signal.SIGKILL)
     assert wait_gone([guard, server, daemon], timeout_s=120) == set()
     if victim != "serve":
-        assert one.record is None
+        assert one.entry is None
 
 
 def test_a_lost_entry_comes_back_also_in_the_next_registry(serve: Callable[..., Serve], tmp_path: Path) -> None:
     """A run that starts again has a registry at another address."""
     one = serve("--registry", str(tmp_path / "registry.json"))
     one.ready()
-    record = one.wait_for_record(lambda record: record is not None and record.state == "ready")
-    one.registry.call(lambda: one.registry.registry._drop("server-0"))  # as when its lease ends
-    assert one.wait_for_record(lambda record: record is not None) == record
-    one.wait_for_line("WARNING: the lease of server-0 had lapsed; it is registered again")
+    first = one.wait_for_entry(lambda entry: entry is not None and entry.state == "ready")
+    assert first is not None
+    one.registry.drop("server-0")  # as by a trainer to which it was dead
+    second = one.wait_for_entry(lambda entry: entry is not None)
+    assert second is not None and second == replace(first, incarnation=second.incarnation) != first
+    one.wait_for_line("WARNING: server-0 was removed from its run; it registers again")
     one.registry.stop()
     one.wait_for_line("WARNING: server-0 can't be registered yet, trying again: .*registry.json must say where")
     one.registry.restart()
-    assert one.wait_for_record(lambda record: record is not None) == record
+    assert one.wait_for_entry(lambda entry: entry is not None) == second
 
 
 def test_a_server_may_start_before_the_registry_of_its_run(serve: Callable[..., Serve], tmp_path: Path) -> None:
@@ -322,7 +325,7 @@ def test_a_server_may_start_before_the_registry_of_its_run(serve: Callable[..., 
     one.ready()
     (tmp_path / "later").mkdir()
     (tmp_path / "registry.json").rename(tmp_path / "later" / "registry.json")
-    one.wait_for_record(lambda record: record is not None and record.state == "ready")
+    one.wait_for_entry(lambda entry: entry is not None and entry.state == "ready")
 
 
 def test_refusals_come_before_the_server_starts(serve: Callable[..., Serve], outside: str) -> None:
@@ -331,7 +334,7 @@ def test_refusals_come_before_the_server_starts(serve: Callable[..., Serve], out
         flags = {
             "must have a secret: got --host": (serve("--host", outside, AREALITE_SECRET="")),
             "AREALITE_SECRET must be the secret of the run: got nothing": serve(AREALITE_SECRET=""),
-            "PUT /servers/server-0 must show the secret of the run": serve(AREALITE_SECRET="other"),
+            "POST /servers must show the secret of the run": serve(AREALITE_SECRET="other"),
             f"must be a free address of this node: got {LOOPBACK}:{port_of(taken)}": serve(
                 "--port", str(port_of(taken))
             ),

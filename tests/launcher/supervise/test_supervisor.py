@@ -8,11 +8,11 @@ from pathlib import Path
 
 from arealite.api.config.run import load_run_config
 from arealite.api.errors import SERVER_FAILED, ConfigError
+from arealite.inference.registry import Registry, ServerEntry
 from arealite.launcher.place.base import Job
 from arealite.launcher.place.local import LocalPlace, LocalSlot
 from arealite.launcher.plan.plan import Placement, Run, make_plan
 from arealite.launcher.supervise.supervisor import Supervisor
-from arealite.utils.registry import Claim, Registry, ServerRecord
 
 CONFIG = Path(__file__).parents[3] / "examples" / "arealite" / "configs" / "gsm8k_grpo.yaml"
 
@@ -30,14 +30,13 @@ class SilentPlace(LocalPlace):
 
 
 async def test_the_entry_of_a_killed_server_does_not_make_its_successor_ready(tmp_path: Path) -> None:
-    """The entry that the attempt before left lasts until its lease ends, which may be after the next attempt began."""
+    """The entry that the attempt before left is still there when the next attempt begins."""
     overrides = [f"cluster.fileroot={tmp_path}", "cluster.n_gpus_per_node=0", "allocation_mode=lite.d1"]
     config = load_run_config(["--config", str(CONFIG), *overrides, "rollout.setup_timeout=0.5"])
     run = Run(config, make_plan(config), Path("entry.py"), [])
     run.folder.logs.mkdir(parents=True)
     registry = Registry(None)
-    record = ServerRecord("127.0.0.1:9", "lite", "here", 1, "ready", "", 12.5)
-    registry.claim("server-0", Claim(record, "killed", 0, 60.0, is_first=True))
+    await registry.put(ServerEntry("server-0", "127.0.0.1:9", "lite", "here", "killed", "ready", "", 12.5))
     async with asyncio.timeout(120):
         end = await Supervisor(run, SilentPlace(), registry, "secret").supervise(None, 0.0)
     assert end.status == SERVER_FAILED
@@ -55,8 +54,7 @@ class ReadyOnceSlot(LocalSlot):
     async def run(self, job: Job, output: Callable[[bytes], None]) -> int:
         command = "sleep 60"
         if self._is_first:
-            record = ServerRecord("127.0.0.1:9", "lite", "here", 1, "ready", "", 12.5)
-            self._registry.claim(job.name, Claim(record, "first", 0, 60.0, is_first=True))
+            await self._registry.put(ServerEntry(job.name, "127.0.0.1:9", "lite", "here", "first", "ready", "", 12.5))
             command = f"until grep -q 'is ready at' '{self._log}'; do sleep 0.02; done"
         return await super().run(Job(job.name, ["sh", "-c", command], {}), output)
 

@@ -1,14 +1,14 @@
-"""The registry of a run: which inference servers it has. One process of the run keeps it, and it ends with the run.
+"""The list of a run's inference servers, an HTTP endpoint. One process of the run keeps it, in memory.
 
-A server registers under a name, with a lease that it renews; trainers wait for changes by long-polling. Invariants: an
-entry ends within one lease of its owner; an owner that was replaced or removed can't change the entry again; what an
-owner sends takes effect in the order in which it was sent.
+A server posts its entry every few seconds, so the list of a run that starts again fills by itself; trainers wait for
+changes by long-polling. An entry stays until its server, the launcher or a trainer that finds the server dead removes
+it. Invariant: the entry of an incarnation that was removed can't be posted again; a server that lives nevertheless
+takes a new incarnation, and trainers treat it as started anew.
 """
 
 import asyncio
 import contextlib
 import json
-import math
 import os
 import platform
 import uuid
@@ -32,7 +32,6 @@ DEADLINE_S = 5.0  # within which the registry must answer anything else
 _MAX_BYTES = 16 * 1024
 
 T = TypeVar("T")
-State = Literal["loading", "ready", "leaving"]
 
 
 class RegistryError(RuntimeError):
@@ -43,69 +42,63 @@ class RegistryRefusedError(RegistryError):
     """The registry answers, and refuses."""
 
 
+class RemovedError(RegistryRefusedError):
+    """The incarnation was removed."""
+
+
 @dataclass(frozen=True)
-class ServerRecord:
+class ServerEntry:
     """What trainers know of a server. Invariant: `ready` was answered by the server itself, at this address."""
 
+    name: Annotated[str, Field(pattern=r"^[\w.-]{1,200}$")]
     address: Annotated[str, AfterValidator(check_address)]  # host:port
     backend: str
     node: str  # name of its node
-    # Process id of the program that runs it: another one is another server, even at the same address.
-    pid: Annotated[int, Field(ge=0)]
-    state: State
-    detail: str  # what it is doing; while it loads, the last line of its log
+    incarnation: Annotated[str, Field(min_length=1, max_length=64)]  # unique to one life of a server
+    state: Literal["loading", "ready"]
+    detail: str  # while it loads, the last line of its log
     since: Annotated[float, Field(allow_inf_nan=False)]  # when the state began, in Unix time
 
 
 @dataclass(frozen=True)
-class Claim:
-    """What an owner sends to register a server, and again to renew the lease."""
-
-    record: ServerRecord
-    owner: str  # unique to the process that registers
-    number: Annotated[int, Field(ge=0)]  # counts what the owner has sent; an older message that arrives late is refused
-    lease_s: Annotated[float, Field(gt=0, le=3600)]
-    is_first: bool  # whether the entry of another owner is replaced; later claims must not take the name back
-
-
-@dataclass(frozen=True)
 class View:
-    """The registered servers by name, as they were at one moment."""
+    """The servers by incarnation, at one moment."""
 
+    boot: str  # unique to the process that keeps the list
     moment: str  # differs after every change
-    servers: dict[str, ServerRecord]
+    servers: dict[str, ServerEntry]
+
+    def named(self, name: str) -> ServerEntry | None:
+        """Return the newest entry of a name."""
+        return max((one for one in self.servers.values() if one.name == name), key=lambda one: one.since, default=None)
 
 
-_CLAIM = TypeAdapter(Claim)
+_ENTRY = TypeAdapter(ServerEntry)
 _VIEW = TypeAdapter(View)
-_IS_NEW = TypeAdapter(bool)
-_NOTHING = TypeAdapter(None)
+_DONE = TypeAdapter(Literal["done"])
 _REFUSED = TypeAdapter(dict[str, str])
 
 
 class Registry:
-    """Keeps the registry and answers for it over HTTP; lives in one event loop."""
+    """Keeps the list and serves it over HTTP; lives in one event loop."""
 
     def __init__(self, secret: str | None) -> None:
         self.address = ""  # host:port, once it listens
-        self.servers: dict[str, ServerRecord] = {}  # the registered servers by name
+        self.servers: dict[str, ServerEntry] = {}  # by incarnation
+        self._removed: set[str] = set()  # incarnations
         self._secret = secret
-        self._leases: dict[str, asyncio.TimerHandle] = {}
-        self._owners: dict[str, str] = {}  # the last owner of each name, also after its lease has ended
-        self._last: dict[str, float] = {}  # the last number of each owner; infinite for one replaced or removed
         self._boot = uuid.uuid4().hex
         self._num_changes = 0
         self._changed = asyncio.Event()
         self._file: Path | None = None
         self._text = ""
         app = web.Application(client_max_size=_MAX_BYTES, middlewares=[self._guard])
-        app.router.add_get("/servers", self._get)
-        app.router.add_put(r"/servers/{name:[\w.-]{1,200}}", self._put)
-        app.router.add_delete(r"/servers/{name:[\w.-]{1,200}}", self._delete)
+        app.add_routes([web.get("/servers", self._get), web.post("/servers", self._post)])
+        app.add_routes([web.delete("/servers", self._delete)])
         self._http = HttpServer(app, secret)
 
     async def start(self, host: str = LOOPBACK, file: Path | None = None) -> None:
-        """Listen, and write where to the run's registry.json. Raises ValueError or OSError."""
+        """Listen, and write the address to the run's registry.json. Raises ValueError or OSError."""
         check_exposed(host, self._secret)
         port = await self._http.start(host)
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -120,8 +113,6 @@ class Registry:
             with contextlib.suppress(OSError):
                 if self._file.read_text(encoding="utf-8") == self._text:
                     self._file.unlink()
-        for lease in self._leases.values():
-            lease.cancel()
         self._note_change()  # ends the long-polls
         await self._http.close()
 
@@ -131,58 +122,40 @@ class Registry:
             async with asyncio.timeout(timeout_s):
                 while moment == self._moment:
                     await self._changed.wait()
-        return View(self._moment, dict(self.servers))
+        return View(self._boot, self._moment, dict(self.servers))
 
-    def remove(self, name: str) -> None:
-        """Remove the entry of a server that has ended; what its owner may still send is refused."""
-        if name in self._owners:
-            self._last[self._owners[name]] = math.inf
-        if name in self.servers:
-            self._drop(name)
-
-    def claim(self, name: str, claim: Claim) -> bool:
-        """Register a server or renew its lease, and tell whether it was not registered. Raises RegistryRefusedError."""
-        self._advance(claim.owner, claim.number)
-        before = self._owners.get(name, claim.owner)
-        is_new = name not in self.servers or before != claim.owner
-        if before != claim.owner:
-            if name in self.servers and not claim.is_first:
-                raise RegistryRefusedError(f"the name {name} must be free: another server has registered under it")
-            self._last[before] = math.inf
-        if name in self._leases:
-            self._leases[name].cancel()
-        self._leases[name] = asyncio.get_running_loop().call_later(claim.lease_s, self._drop, name)
-        self._owners[name] = claim.owner
-        if self.servers.get(name) != claim.record:
-            self.servers[name] = claim.record
+    async def put(self, entry: ServerEntry) -> None:
+        """Add the entry of a server, in place of another one at its address, or change it. Raises RemovedError."""
+        if entry.incarnation in self._removed:
+            raise RemovedError(f"{entry.name} must not be posted again: this incarnation of it was removed")
+        for other in list(self.servers.values()):
+            if other.address == entry.address and other.incarnation != entry.incarnation:
+                self._remove(other.incarnation)
+        if self.servers.get(entry.incarnation) != entry:
+            self.servers[entry.incarnation] = entry
             self._note_change()
-        return is_new
 
-    def withdraw(self, name: str, owner: str, number: int) -> None:
-        """Remove the entry of an owner, if it has one. Raises RegistryRefusedError."""
-        self._advance(owner, number)
-        if name in self.servers and self._owners[name] == owner:
-            self._drop(name)
+    async def remove(self, incarnation: str) -> None:
+        """Remove an entry for good."""
+        self._remove(incarnation)
+
+    def remove_named(self, name: str) -> None:
+        """Remove the entries of a name, whose servers have ended."""
+        for incarnation in [one.incarnation for one in self.servers.values() if one.name == name]:
+            self._remove(incarnation)
+
+    def _remove(self, incarnation: str) -> None:
+        self._removed.add(incarnation)
+        if self.servers.pop(incarnation, None) is not None:
+            self._note_change()
 
     @property
     def _moment(self) -> str:
         return f"{self._boot}-{self._num_changes}"
 
-    def _advance(self, owner: str, number: int) -> None:
-        last = self._last.get(owner, -1)
-        if number <= last:
-            what = "the server was removed or replaced" if last == math.inf else f"{last} was the last one"
-            raise RegistryRefusedError(f"messages of a server must come in order: got number {number}, and {what}")
-        self._last[owner] = number
-
-    def _drop(self, name: str) -> None:
-        self._leases.pop(name).cancel()
-        del self.servers[name]
-        self._note_change()
-
     def _note_change(self) -> None:
         self._num_changes += 1
-        self._changed.set()  # wakes those who wait now, not later ones
+        self._changed.set()  # wakes only current waiters
         self._changed.clear()
 
     # HTTP
@@ -195,8 +168,8 @@ class Registry:
             return await handler(request)
         except (ValueError, web.RequestPayloadError) as error:
             return _refuse(400, f"{request.method} {request.path} is not understood: {error}")
-        except RegistryRefusedError as error:
-            return _refuse(409, str(error))
+        except RemovedError as error:
+            return _refuse(410, str(error))
 
     async def _get(self, request: web.Request) -> web.Response:
         wait_s = float(request.query.get("wait_s", 0))
@@ -205,14 +178,13 @@ class Registry:
         view = await self.watch(request.query.get("after"), min(wait_s, POLL_S))
         return web.json_response(asdict(view))
 
-    async def _put(self, request: web.Request) -> web.Response:
-        claim = _CLAIM.validate_json(await request.read())
-        return web.json_response(self.claim(request.match_info["name"], claim))
+    async def _post(self, request: web.Request) -> web.Response:
+        await self.put(_ENTRY.validate_json(await request.read()))
+        return web.json_response("done")
 
     async def _delete(self, request: web.Request) -> web.Response:
-        owner, number = request.query.get("owner", ""), int(request.query.get("number", -1))
-        self.withdraw(request.match_info["name"], owner, number)
-        return web.json_response(None)
+        await self.remove(request.query.get("incarnation", ""))
+        return web.json_response("done")
 
 
 def _refuse(status: int, message: str) -> web.Response:
@@ -231,25 +203,23 @@ class RegistryClient:
     async def watch(self, moment: str | None = None, timeout_s: float = POLL_S) -> View:
         """Return the servers as soon as they have changed since `moment`, or after `timeout_s` seconds."""
         query = {"wait_s": str(timeout_s)} | ({} if moment is None else {"after": moment})
-        return await self._ask(_VIEW, "GET", "/servers", query)
+        return await self._ask(_VIEW, "GET", query)
 
-    async def claim(self, name: str, claim: Claim) -> bool:
-        """Register a server or renew its lease, and tell whether it was not registered."""
-        return await self._ask(_IS_NEW, "PUT", f"/servers/{name}", {}, asdict(claim))
+    async def put(self, entry: ServerEntry) -> None:
+        """Add the entry of a server or change it. Raises RemovedError."""
+        await self._ask(_DONE, "POST", {}, asdict(entry))
 
-    async def withdraw(self, name: str, owner: str, number: int) -> None:
-        """Remove the entry of an owner, if it has one."""
-        await self._ask(_NOTHING, "DELETE", f"/servers/{name}", {"owner": owner, "number": str(number)})
+    async def remove(self, incarnation: str) -> None:
+        """Remove an entry for good."""
+        await self._ask(_DONE, "DELETE", {"incarnation": incarnation})
 
     async def close(self) -> None:
         """Connections are not kept."""
 
-    async def _ask(
-        self, form: TypeAdapter[T], method: str, path: str, query: Mapping[str, str], body: object = None
-    ) -> T:
-        """Send a request; what answers it in another form is no registry."""
+    async def _ask(self, form: TypeAdapter[T], method: str, query: Mapping[str, str], body: object = None) -> T:
+        """Send a request; a reply of another form is not the registry's."""
         address, deadline_s = address_in(self.address)[0], DEADLINE_S + float(query.get("wait_s", 0))
-        timeout, url = aiohttp.ClientTimeout(total=deadline_s), f"http://{address}{path}"
+        timeout, url = aiohttp.ClientTimeout(total=deadline_s), f"http://{address}/servers"
         try:
             async with (
                 aiohttp.ClientSession(timeout=timeout, headers=self._headers) as session,
@@ -264,7 +234,8 @@ class RegistryClient:
                 f"the registry of the run at {address} must answer within {deadline_s:g} s: got "
                 f"{type(error).__name__}: {error}. Check that the run is alive and that this node reaches it."
             ) from None  # the repr of aiohttp's shows the secret
-        raise RegistryRefusedError(f"the registry of the run at {address} refuses: {refused}")
+        kind = RemovedError if reply.status == 410 else RegistryRefusedError
+        raise kind(f"the registry of the run at {address} refuses: {refused}")
 
 
 def address_in(where: str) -> tuple[str, str]:
@@ -273,8 +244,8 @@ def address_in(where: str) -> tuple[str, str]:
         return where, ""
     try:
         with reading(Path(where)):
-            found = json.loads(Path(where).read_text(encoding="utf-8"))
-            return str(found["address"]), str(found["node"])
+            content = json.loads(Path(where).read_text(encoding="utf-8"))
+            return str(content["address"]), str(content["node"])
     except FileError as error:
         raise RegistryError(
             f"{where} must say where the registry of the run is: got {type(error.__cause__ or error).__name__}. "
