@@ -39,7 +39,7 @@ _Call = Callable[[ServerConnection], Coroutine[Any, Any, T]]
 _RESUME_S = 30.0  # most that servers may take to resume after an update, whatever became of it
 _LISTEN_PAUSE_S = 0.01
 _LEAVE_S = 5.0  # deadline for servers to leave a group that is no longer used
-_LAST_WORD_S = 1.0  # in which a server may explain its failure after the sender has failed
+_LAST_WORD_S = 1.0  # in which servers or sender may explain a failure that the other side has noticed
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 5.0, 600.0  # for which a server that failed in an update is removed; doubled each time
 
 
@@ -73,6 +73,12 @@ class WeightUpdate:
             raise TimeoutError("the sender did not finish")
         if (error := sender.exception()) is not None:  # in a wrapper, as it may be one that would end the event loop
             raise RuntimeError(f"the sender failed with {type(error).__name__}: {error}") from error
+
+    async def has_lost_sender(self) -> bool:
+        """Tell whether the sender's workers were lost, which servers may notice a moment before its master."""
+        sender = asyncio.wrap_future(self.transfer.uploaded)
+        await asyncio.wait([sender], timeout=_LAST_WORD_S)
+        return sender.done() and isinstance(sender.exception(), GroupLostError)
 
 
 class FrozenHolders:
@@ -403,14 +409,15 @@ class WeightReceiver:
         """Remove the servers that failed, and return whether the update may be repeated: not if wrong weights reached
         a serving server, if every server has refused the weights, or if the sender failed."""
         update, failures = self._update, dict(self._update.failures)
+        if await update.has_lost_sender():  # other workers will take its place
+            return True
         is_wrong = any(isinstance(why, MismatchError) and one.state == "serving" for one, why in failures.items())
         dead = await self._completions.health.dead_among(update.asked)
         if not (dead or is_wrong):  # else the errors of other servers may be a consequence
             await self.remove(dict.fromkeys(update.asked, error) if update.meta.only_joining else failures)
         if is_wrong or (failures and not self._servers.updatable and all(map(self._is_refusal, failures.values()))):
             return False
-        has_lost_sender = isinstance(error.__cause__, GroupLostError)  # other workers will take its place
-        return bool(dead or failures or has_lost_sender or isinstance(error, UnreachableError))
+        return bool(dead or failures or isinstance(error, UnreachableError))
 
     def _is_refusal(self, error: ServerError) -> bool:
         """Whether a server would fail alike again; one that refuses a partial update may take all weights."""
