@@ -63,8 +63,8 @@ def _upload(engine: Any, meta: WeightUpdateMeta) -> dict[str, str]:
     return meta.transfer.fingerprints
 
 
-class Scatterer(Protocol):
-    """Sends batches to workers and begins the steps of all groups, as `Workers` does."""
+class Hub(Protocol):
+    """The parts of `Workers` that concern all groups: sending batches and beginning steps."""
 
     def scatter(self, batch: TensorDict) -> RemoteBatch: ...
 
@@ -74,7 +74,7 @@ class Scatterer(Protocol):
 class RemoteEngine:
     """Runs the methods of a role's engine on its group. `call` runs any method that has no stub here."""
 
-    def __init__(self, workers: Scatterer, group: WorkerGroup, role: str, make: Callable[[], Any], config: Any) -> None:
+    def __init__(self, workers: Hub, group: WorkerGroup, role: str, make: Callable[[], Any], config: Any) -> None:
         self.config = config
         self.role, self.group = role, group
         self._workers = workers
@@ -86,8 +86,7 @@ class RemoteEngine:
 
     def initialize(self, addr: str | None, ft_spec: FinetuneSpec | None, *, policy: RemoteEngine | None = None) -> None:
         """Load the model on every worker; a reference that shares its policy's weights must be in the same group."""
-        is_beside = policy is not None and policy.group is self.group
-        kwargs: dict[str, Any] = {"policy": RoleName(policy.role)} if is_beside and policy is not None else {}
+        kwargs = {"policy": RoleName(policy.role)} if policy is not None and policy.group is self.group else {}
         self._value("initialize", addr, ft_spec, redo="always", **kwargs)
         self.model_config = self._value("model_config")
 
@@ -175,9 +174,7 @@ class RemoteEngine:
                 batch[key] = fetch(home[key], home)
         return outcome.value
 
-    def submit(
-        self, run: Run, batch: RemoteBatch | None = None, keys: Sequence[str] = (), *, name: str = "", **more: Any
-    ) -> Task:
+    def submit(self, run: Run, batch: RemoteBatch | None = None, keys: Sequence[str] = (), **more: Any) -> Task:
         """Queue a call on the workers, with or without a batch; return at once.
 
         Workers get `keys` of the batch (by default all) and `attention_mask`, which unpacking needs. `more` are other
@@ -185,8 +182,8 @@ class RemoteEngine:
         """
         if batch is not None:
             more["batch"] = batch.select(keys)
-        name = name or f"{self.role}.{run if isinstance(run, str) else run.__name__.strip('_')}"
-        return self.group.submit(Call(name, self.role, run, **more))
+        name = run if isinstance(run, str) else run.__name__.strip("_")
+        return self.group.submit(Call(f"{self.role}.{name}", self.role, run, **more))
 
     def wait(self, task: Task) -> Outcome:
         """Wait for a call and return the outcome of rank 0."""
