@@ -254,8 +254,7 @@ def _check_names(graph: DataFlowGraph) -> None:
     sources = [call.name for call in graph.calls if call.is_source]
     change = "Remove all but one." if sources else "Add a call that generates what others read."
     require(
-        len(sources) == 1,
-        f"a graph must have one source, of role rollout or data: got {listed(sources)}. {change}",
+        len(sources) == 1, f"a graph must have one source, of role rollout or data: got {listed(sources)}. {change}"
     )
     for call in graph.calls:
         for name in call.after:

@@ -7,13 +7,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoTokenizer,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 

@@ -83,9 +83,7 @@ def test_a_ray_cluster_has_gpus_for_workers_alone(tmp_path: Path) -> None:
     with ray_cluster() as cluster:
         cluster.add("one", "two", gpus=2)
         told = run(
-            tmp_path,
-            *("mode=ray", "cluster.n_nodes=2", "cluster.n_gpus_per_node=2"),
-            RAY_ADDRESS=cluster.address,
+            tmp_path, *("mode=ray", "cluster.n_nodes=2", "cluster.n_gpus_per_node=2"), RAY_ADDRESS=cluster.address
         )
     found = [(node, gpu) for role in ("model", "ref") for gpu, node, _ in told[role]]
     assert told["master"] == ""

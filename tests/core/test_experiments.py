@@ -56,7 +56,7 @@ def test_a_graph_has_the_calls_that_its_algorithm_needs() -> None:
     config = load("grpo", *direct, "actor.kl_ctl=0.1", "ref={}")
     assert names(grpo(config)) == ["actor_gen", "ref_inf", "advantages", "actor_train"]
     assert names(ppo(load("sync-ppo")))[1:] == [
-        *("actor_inf", "critic_inf", "advantages", "actor_train", "critic_train"),
+        *("actor_inf", "critic_inf", "advantages", "actor_train", "critic_train")
     ]
 
 

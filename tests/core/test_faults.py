@@ -142,11 +142,7 @@ def test_a_graph_that_loses_its_critic_has_the_numbers_of_a_calm_one(
 
 @pytest.mark.xdist_group("core_faults")
 def test_a_node_of_a_cluster_is_lost(
-    tmp_path: Path,
-    faults: Path,
-    calm: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    measured: Callable[..., None],
+    tmp_path: Path, faults: Path, calm: dict[str, Any], monkeypatch: pytest.MonkeyPatch, measured: Callable[..., None]
 ) -> None:
     """The policy's workers come back on another node; the run is started by one that is no part of the cluster."""
     script, told = faulty(migrated(tmp_path)), overrides("total_train_steps=4", "workers.actor.strategy=STRICT_PACK")
@@ -202,11 +198,7 @@ def test_a_master_is_killed_while_it_writes_a_checkpoint(
 
 @pytest.mark.xdist_group("core_faults")
 def test_a_run_goes_on_after_its_master_was_killed_and_then_the_head_of_its_ray(
-    tmp_path: Path,
-    faults: Path,
-    calm: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    measured: Callable[..., None],
+    tmp_path: Path, faults: Path, calm: dict[str, Any], monkeypatch: pytest.MonkeyPatch, measured: Callable[..., None]
 ) -> None:
     """One launcher starts it again each time, from the newest checkpoint, and in the end nothing is left of it."""
     script, told = faulty(migrated(tmp_path)), overrides("total_train_steps=4", "recover.freq_steps=1")

@@ -124,22 +124,10 @@ GRAPHS: list[tuple[Callable[[], object], str, str]] = [
         "run of call ref_inf",
         "free, got an unexpected keyword argument 'whole'",
     ),
-    (
-        lambda: changed("ref_inf", outputs=("ref_logprobs", "rewards")),
-        "a key",
-        "rewards of actor_gen and ref_inf",
-    ),
-    (
-        lambda: changed("ref_inf", outputs=("ref_logprobs", "values?")),
-        "a key",
-        "values of ref_inf and critic_inf",
-    ),
+    (lambda: changed("ref_inf", outputs=("ref_logprobs", "rewards")), "a key", "rewards of actor_gen and ref_inf"),
+    (lambda: changed("ref_inf", outputs=("ref_logprobs", "values?")), "a key", "values of ref_inf and critic_inf"),
     (lambda: changed("ref_inf", outputs=("ref_logprobs", "entropy")), "an output", "entropy of ref_inf"),
-    (
-        lambda: changed("ref_inf", inputs=("input_ids", "attention_masks")),
-        "an input",
-        "attention_masks of ref_inf",
-    ),
+    (lambda: changed("ref_inf", inputs=("input_ids", "attention_masks")), "an input", "attention_masks of ref_inf"),
     (lambda: changed("ref_inf", inputs=("input_ids", "pixels?")), "an input", "pixels? of ref_inf"),
     (
         lambda: changed("ref_inf", inputs=("input_ids", "truncated")),
@@ -160,11 +148,7 @@ GRAPHS: list[tuple[Callable[[], object], str, str]] = [
         "ref_inf -(ref_logprobs)-> advantages -(advantages, returns)-> critic_train -(after)-> ref_inf",
     ),
     (lambda: changed("ref_inf", after=("ref_inf",)), "calls", "ref_inf -(after)-> ref_inf"),
-    (
-        lambda: changed("actor_train", name="more_train"),
-        "train steps of a role",
-        "actor_train and more_train of actor",
-    ),
+    (lambda: changed("actor_train", name="more_train"), "train steps of a role", "actor_train and more_train of actor"),
     (lambda: graph(MFC("diversity", "actor", "inference", free, TOKENS)), "call diversity", "no order"),
     (lambda: graph(publishes="ref"), "publishes", "ref"),
     (

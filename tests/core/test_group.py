@@ -167,10 +167,7 @@ def test_what_all_ranks_raise_is_the_callers_error_at_once(start: Start, inciden
 
 @pytest.mark.parametrize(
     ("make", "why"),
-    [
-        (threading.Lock, "must return a value that can be pickled: got lock"),
-        (Unreadable, "invalid literal for int()"),
-    ],
+    [(threading.Lock, "must return a value that can be pickled: got lock"), (Unreadable, "invalid literal for int()")],
 )
 def test_a_result_that_can_not_be_passed_on_is_an_error_of_its_caller(
     start: Start, incidents: list[str], make: Callable[[], Any], why: str

@@ -8,14 +8,7 @@ from testing_graphs import ENGINES, Actor, ppo
 
 from arealite.api.errors import ConfigError
 from arealite.core import names
-from arealite.core.names import (
-    GraphBuilder,
-    MFCDef,
-    ModelInterfaceType,
-    named,
-    register_agent,
-    register_mfc,
-)
+from arealite.core.names import GraphBuilder, MFCDef, ModelInterfaceType, named, register_agent, register_mfc
 
 GENERATE, INFERENCE, TRAIN_STEP = ModelInterfaceType
 CONFIG: Any = SimpleNamespace(train_dataset=SimpleNamespace(batch_size=32))

@@ -101,24 +101,6 @@ async def test_of_tasks_with_one_key_one_runs() -> None:
     tasks.check()
 
 
-async def test_what_is_cancelled_did_not_fail(caplog) -> None:
-    tasks = BackgroundTasks("work", logger)
-    ended: list[str] = []
-
-    async def wait_for_ever(name: str) -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append(name)
-
-    tasks.start(wait_for_ever("a"))
-    tasks.start(wait_for_ever("b"), "key")
-    await asyncio.sleep(0)
-    await tasks.close()
-    assert ended == ["a", "b"] and tasks.error is None and not caplog.records
-    assert asyncio.all_tasks() == {asyncio.current_task()}
-
-
 async def test_the_first_error_cancels_what_is_gathered_beside_it() -> None:
     cancelled = asyncio.Event()
 

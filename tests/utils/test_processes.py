@@ -128,16 +128,3 @@ def test_no_full_collection_happens_by_itself() -> None:
     before = gc.get_stats()[2]["collections"]
     kept = [[index] for index in range(3_000_000)]  # more than the default takes to look at everything
     assert gc.get_stats()[2]["collections"] == before and len(kept) == 3_000_000
-
-
-def test_a_process_of_ours_looks_for_no_garbage_among_modules() -> None:
-    program = (
-        "import arealite, atexit, gc\n"
-        "from arealite.utils.processes import skip_last_collection\n"
-        "print(gc.get_threshold()[0])\n"
-        "skip_last_collection()\n"
-        "atexit._run_exitfuncs()\n"
-        "print(len(gc.get_objects()) < 100 < gc.get_freeze_count())\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["10000", "True"]

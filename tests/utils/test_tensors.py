@@ -75,10 +75,7 @@ def test_packing_three_rows_by_hand() -> None:
 
 def test_rows_padded_on_the_left_or_inside_are_packed_by_their_mask() -> None:
     batch = TensorDict(
-        {
-            "input_ids": torch.tensor([[0, 1, 2], [3, 0, 4]]),
-            "attention_mask": torch.tensor([[0, 1, 1], [1, 0, 1]]),
-        },
+        {"input_ids": torch.tensor([[0, 1, 2], [3, 0, 4]]), "attention_mask": torch.tensor([[0, 1, 1], [1, 0, 1]])},
         batch_size=[2],
     )
     packed = pack_rows(batch, [0, 1]).packed

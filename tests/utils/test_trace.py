@@ -109,23 +109,6 @@ async def test_spans_of_an_event_loop_know_what_they_are_in(traced: Path, tmp_pa
     assert first.ended_s <= reward.began_s < reward.ended_s <= second.ended_s <= episode.ended_s
 
 
-async def test_a_phase_calls_the_observer_of_its_context(traced: Path, tmp_path: Path) -> None:
-    seen: list[tuple[str, int]] = []
-
-    async def task() -> None:
-        with trace.phase("inside"):
-            await asyncio.sleep(0)
-
-    token = trace.phase_observer.set(lambda name, change: seen.append((name, change)))
-    started = asyncio.create_task(task())
-    trace.phase_observer.reset(token)
-    with trace.phase("outside"):
-        await started
-    assert seen == [("inside", 1), ("inside", -1)]
-    trace.join(tmp_path / "trace.json.gz")
-    assert [one.name for one in read_spans(tmp_path / "trace.json.gz")] == ["outside", "inside"]
-
-
 def test_a_process_writes_so_much_and_warns_that_it_ends(
     traced: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
