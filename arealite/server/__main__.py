@@ -22,7 +22,7 @@ from arealite.generation.engine import GenerationEngine
 from arealite.server.app import Server, load_server
 from arealite.utils import heartbeat
 from arealite.utils.http_server import HttpServer
-from arealite.utils.processes import raise_file_limit, skip_last_collection
+from arealite.utils.processes import raise_file_limit
 from arealite.utils.secret import check_exposed, secret_of_environment
 from arealite.utils.terminal import Parser, setup_logging
 
@@ -33,7 +33,6 @@ FAILURE_NOTICE_S = 1.0  # how long a failed server replies 503 with the reason
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, load the model, serve."""
     args = parse_args(argv)
-    skip_last_collection()
     setup_logging()
     disable_progress_bar()
     raise_file_limit()

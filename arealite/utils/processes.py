@@ -4,7 +4,6 @@ A process is *gone* when it has ended, even before it is reaped: a zombie holds 
 are identified by recorded ids, never searched by name.
 """
 
-import atexit
 import contextlib
 import ctypes
 import functools
@@ -37,14 +36,6 @@ REGISTRY_VARIABLE = "AREALITE_REGISTRY"  # the registry of the run: host:port, o
 def environment_without_secret() -> dict[str, str]:
     """Return this process's environment for a child that needs no access to servers."""
     return {name: value for name, value in os.environ.items() if name != SECRET_VARIABLE}
-
-
-def skip_last_collection() -> None:
-    """Exit without collecting garbage among modules, a fifth of the CPU time of a short process.
-
-    For programs without user code, whose objects in cycles would not be finalized.
-    """
-    atexit.register(gc.freeze)
 
 
 class QuietCollector:

@@ -24,7 +24,6 @@ from arealite.launcher.plan.plan import Run, checked_plan, entry_script, trains
 from arealite.launcher.supervise.preflight import preflight
 from arealite.launcher.supervise.supervisor import Supervisor, pause_s
 from arealite.utils.files import empty_folder, file_lock, reading, require_object, write_atomically, writing
-from arealite.utils.processes import skip_last_collection
 from arealite.utils.secret import ensure_secret
 from arealite.utils.terminal import Parser, until_reader_leaves
 
@@ -65,7 +64,6 @@ def command(
         parser.add_argument(flag, action="store_true", help=text)
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys of the experiment to change")
     args, unknown = parser.parse_known_intermixed_args(argv)
-    skip_last_collection()
     try:
         require_linux()
         script, words = entry_script(args.entry), ["--config", args.config, *unknown, *args.overrides]
