@@ -3,21 +3,35 @@
 Colours are names of CSS variables (`--blue`), which the page resolves for its light and dark scheme.
 """
 
+import contextlib
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from arealite.api.errors import LedgerError
 from arealite.api.run_metrics import score, score_name
-from arealite.viewer.thin import Trace, thinned
+from arealite.rollout.account.ledger_file import open_for_reading
 
 Row = dict[str, Any]
 Chart = dict[str, Any]
+Trace = dict[str, Any]
 
+MAX_POINTS = 2000  # of a trace: a chart is less than half as many pixels wide
 SMOOTH_FROM = 20  # points of a curve that also gets a moving mean
 PHASES = ("time/rollout_s", "time/logprobs_s", "time/update_s", "time/weights_s", "time/eval_s", "time/save_s")
 PHASE_COLOURS = ("--blue", "--green", "--orange", "--purple", "--red", "--teal")
+_MAX_SERVERS = len(PHASE_COLOURS)  # with a colour; the others share one
+_SAMPLED = """
+SELECT trained_version, server, sum(tokens), sum(num_interrupts) FROM prompts JOIN samples USING (ticket)
+WHERE state = 'trained' AND trained_version IS NOT NULL GROUP BY 1, 2 ORDER BY 1
+"""
+_WAYS = {"disk": "through the disk", "broadcast": "by broadcast"}
 
 
 def charts(rows: Sequence[Row], *, staleness_bound: int | None) -> list[Chart]:
@@ -211,3 +225,110 @@ def _phases(rows: Sequence[Row]) -> list[Trace]:
         bar | {"y": seconds, "name": name, "marker": {"color": colour, "line": {"width": 0}}}
         for name, colour, seconds in bars
     ]
+
+
+def thinned(trace: Trace) -> Trace:
+    """Return a trace with at most about `MAX_POINTS` points: least and greatest of each bucket, of bars its mean."""
+    num_points = len(trace["x"])
+    if num_points <= MAX_POINTS:
+        return trace
+    values = np.array(trace["y"], dtype=float)  # null becomes nan
+    edges = np.linspace(0, num_points, MAX_POINTS // 2 + 1).astype(int)
+    if trace["type"] == "bar":
+        sums = np.add.reduceat(np.nan_to_num(values), edges[:-1])
+        return trace | {"x": [trace["x"][edge] for edge in edges[:-1]], "y": (sums / np.diff(edges)).tolist()}
+    kept = {0, num_points - 1}
+    for start, end in zip(edges[:-1].tolist(), edges[1:].tolist()):
+        bucket = values[start:end]
+        # A bucket that has no number is a gap in the curve, and stays one.
+        ends = (0,) if np.isnan(bucket).all() else (int(np.nanargmin(bucket)), int(np.nanargmax(bucket)))
+        kept.update(start + place for place in ends)
+    places = sorted(kept)
+    taken: Trace = {key: [trace[key][place] for place in places] for key in ("x", "y", "text") if key in trace}
+    if error := trace.get("error_y"):
+        taken["error_y"] = error | {key: [error[key][place] for place in places] for key in ("array", "arrayminus")}
+    return trace | taken
+
+
+def server_charts(ledger: Path) -> list[Chart]:
+    """Return the charts that a ledger has data for; the reader of prompts reports a damaged one."""
+    if not ledger.exists():
+        return []
+    rows: list[tuple[int, str, int | None, int | None]] = []
+    with contextlib.suppress(LedgerError), open_for_reading(ledger) as database:
+        rows = database.execute(_SAMPLED).fetchall()
+    totals, tokens, interrupts = Counter[str](), Counter[tuple[str, int]](), Counter[int]()
+    for step, server, num_tokens, num_interrupts in rows:
+        totals[server] += num_tokens or 0
+        interrupts[step] += num_interrupts or 0
+    named = [server for server, _ in totals.most_common(_MAX_SERVERS)]
+    for step, server, num_tokens, _ in rows:
+        tokens[server if server in named else "others", step] += num_tokens or 0
+    steps, charts = sorted(interrupts), list[Chart]()
+    if len(totals) > 1:
+        names = [*named, *(["others"] if len(totals) > _MAX_SERVERS else [])]
+        bars = [
+            {"type": "bar", "x": steps, "y": [tokens[name, step] for step in steps], "name": name}
+            | {"marker": {"color": colour, "line": {"width": 0}}}
+            for name, colour in zip(names, itertools.chain(PHASE_COLOURS, ["--faint"]))
+        ]
+        charts.append(chart("Sampled by server", bars, unit="tokens", barmode="stack", bargap=0))
+    if any(interrupts.values()):
+        style = {"mode": "lines" if len(steps) > 1 else "markers", "line": {"color": "--purple"}, "name": "interrupted"}
+        line = {"type": "scatter", "x": steps, "y": [interrupts[step] for step in steps], **style}
+        charts.append(chart("Interrupted generations", [line], unit="of the step's samples"))
+    return charts
+
+
+def timeline(rows: Sequence[Row], fingerprints: Mapping[int, str], way: str) -> list[Chart]:
+    """Draw the updates and servers over the seconds of the run's steps; `fingerprints` are the trainer's by version."""
+    ends_s = itertools.accumulate(row.get("time/step_s") or 0.0 for row in rows)
+    timed = [
+        (end_s - (row.get("time/save_s") or 0.0), row) for end_s, row in zip(ends_s, rows) if "time/weights_s" in row
+    ]
+    if not timed:
+        return []
+    updates = {
+        "type": "scatter", "mode": "markers", "name": "seconds of a weight update", "marker": {"color": "--purple"},
+        "x": [at_s for at_s, _ in timed], "y": [row["time/weights_s"] for _, row in timed],
+        "text": [_in_words(row, fingerprints.get(int(row["step"]) + 1), way) for _, row in timed],
+    }  # fmt: skip
+    served = [(at_s, row) for at_s, row in timed if "servers/live" in row]
+    line = {"color": "--green", "width": 2, "shape": "hv"}
+    servers = {
+        "type": "scatter", "mode": "lines+markers", "name": "servers (right)", "yaxis": "y2", "line": line,
+        "x": [at_s for at_s, _ in served], "y": [row["servers/live"] for _, row in served],
+        "text": _changes([row for _, row in served]), "marker": {"color": "--green", "size": 4},
+    }  # fmt: skip
+    layout: dict[str, Any] = {
+        "xaxis": {"title": {"text": "seconds", "standoff": 4}, "rangemode": "tozero"},
+    }
+    if served:
+        most = max(row["servers/live"] or 0 for _, row in served)
+        whole = {"tickmode": "linear", "tick0": 0, "dtick": max(1, math.ceil(most / 5)), "rangemode": "tozero"}
+        layout["yaxis2"] = {"overlaying": "y", "side": "right", "showgrid": False, **whole}
+    traces = [one for one in (updates, servers) if one["x"]]
+    return [chart("Timeline of weights and servers", traces, unit="seconds", **layout)]
+
+
+def _in_words(row: Row, fingerprint: str | None, way: str) -> str:
+    """Return what is known of the version that a step has published."""
+    how = f" {_WAYS.get(way, '')}".rstrip()
+    if way == "broadcast" and row.get("weights/sent_mib") == 0.0:
+        how = " within the trainer's process"
+    gap, mismatched = row.get("policy/canary_gap"), int(row.get("weights/mismatched_tensors") or 0)
+    checks = [] if gap is None else [f"asked of every server: canary gap {gap:.1e}"]
+    checks += [f"{mismatched} mismatched tensors so far"] if mismatched else []
+    is_hex = isinstance(fingerprint, str) and re.fullmatch("[0-9a-f]{1,64}", fingerprint)
+    known = [f"the trainer's fingerprint {fingerprint}"] if is_hex else []
+    return "; ".join([f"version {row['step'] + 1}{how}", *(checks or ["no canary"]), *known])
+
+
+def _changes(rows: Sequence[Row]) -> list[str]:
+    """Return who came and went since the row before, in words."""
+    counts = [{name: int(row.get(f"servers/{name}") or 0) for name in ("joined", "left")} for row in rows]
+    before = [dict.fromkeys(("joined", "left"), 0), *counts]
+    changes = [
+        {name: now[name] - then[name] for name in now if now[name] > then[name]} for then, now in zip(before, counts)
+    ]
+    return [", ".join(f"{count} {name}" for name, count in change.items()) for change in changes]

@@ -5,6 +5,7 @@ Works for any run, finished or not: what a missing file would have told is left 
 
 import contextlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,15 @@ import yaml
 from arealite.api.cli_args import SFTConfig, masked
 from arealite.api.config.experiment import EXPERIMENTS
 from arealite.api.run_folder import RunFolder
-from arealite.api.run_metrics import score, score_name, summarize
+from arealite.api.run_metrics import score, summarize
 from arealite.utils.files import FileError, is_locked, read_jsonl, reading, require_object
-from arealite.viewer.charts import charts, evaluation_charts
-from arealite.viewer.evaluation import evaluation_cards, evaluation_table, is_evaluation
+from arealite.viewer.charts import charts, evaluation_charts, server_charts, timeline
 from arealite.viewer.plain import readable
-from arealite.viewer.servers import server_charts
-from arealite.viewer.timeline import timeline
 
 FILES_OF_RUNS = ("metrics.jsonl", "config.yaml", "run.json")
+Card = tuple[str, str, str]  # label, value and note
+_SAMPLINGS = {"greedy": "Greedy", "sampled": "Sampled, mean"}
+_TABLE_HEADS = ("", "score", "95 % interval", "tokens", "truncated", "samples", "failed prompts")
 
 
 def is_run(folder: Path) -> bool:
@@ -72,8 +73,8 @@ def describe(run: RunFolder, rows: list[dict[str, Any]]) -> dict[str, Any]:
     with reading(run.summary):
         summary |= require_object(json.loads(text_of(run.summary) or "{}"))
         cards = _cards(rows, summary)
-        if rows and is_evaluation(rows[-1]):
-            cards, table = evaluation_cards(rows[-1], summary), evaluation_table(rows[-1])
+        if rows and _is_evaluation(rows[-1]):
+            cards, table = _evaluation_cards(rows[-1], summary), _evaluation_table(rows[-1])
             shown = evaluation_charts(rows[-1], summary.get("solved") or [])
     if (state := state_of(run)) != "finished" and not run.summary.exists():
         lead = f"{lead} ({state}: {summary['steps']} steps so far)".strip()
@@ -113,7 +114,7 @@ def _lead(config: dict[str, Any]) -> str:
     return " ".join(word for word in words if word)
 
 
-def _cards(rows: list[dict[str, Any]], summary: dict[str, Any]) -> list[tuple[str, str, str]]:
+def _cards(rows: list[dict[str, Any]], summary: dict[str, Any]) -> list[Card]:
     """Return label, value and note of the headline numbers that the run has."""
     cards = []
     if name := next((one for one in ("accuracy", "reward") if f"{one}_before" in summary), ""):
@@ -121,7 +122,10 @@ def _cards(rows: list[dict[str, Any]], summary: dict[str, Any]) -> list[tuple[st
         form, change = ".3g", f"{after - before:+.3g}"
         if name == "accuracy":
             form, change = ".1%", f"{100 * (after - before):+.1f} points"
-        cards.append((f"Held-out {name}", f"{before:{form}} → {after:{form}}", f"{change}{_interval(rows, form)}"))
+        last: dict[str, Any] = next((row for row in reversed(rows) if score(row, name) is not None), {})
+        interval = _interval(score(last, name, "_low"), score(last, name, "_high"), form)
+        note = f"{change}; 95 % interval {interval}" if interval else change
+        cards.append((f"Held-out {name}", f"{before:{form}} → {after:{form}}", note))
     for label, key in (("Reward", "reward/mean"), ("Loss", "sft/loss"), ("Held-out loss", "eval/loss")):
         values = [row[key] for row in rows if row.get(key) is not None]
         if values:
@@ -141,16 +145,62 @@ def _cards(rows: list[dict[str, Any]], summary: dict[str, Any]) -> list[tuple[st
     return cards
 
 
-def _interval(rows: list[dict[str, Any]], form: str) -> str:
-    """Return the interval of the last evaluation in words."""
-    name = score_name(rows)
-    last: dict[str, Any] = next((row for row in reversed(rows) if score(row, name) is not None), {})
-    low, high = score(last, name, "_low"), score(last, name, "_high")
-    return "" if low is None or high is None else f"; 95 % interval {low:{form}} to {high:{form}}"
-
-
 def _duration(seconds: float) -> str:
     if round(seconds, 1) < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _is_evaluation(row: Mapping[str, Any]) -> bool:
+    """Tell whether a row of metrics is that of an evaluation without training."""
+    return "sampled/num_samples" in row
+
+
+def _evaluation_cards(row: Mapping[str, Any], summary: Mapping[str, Any]) -> list[Card]:
+    """Return the scores, and how many prompts and samples stand behind them."""
+    scores = [(label.partition(",")[0], *_scored(row, name)) for name, label in _SAMPLINGS.items()]
+    cards = [(f"{label} {kind}", value, f"95 % interval {interval}") for label, kind, value, interval in scores if kind]
+    if most := max((int(key.partition("@")[2]) for key in row if _is_pass(key)), default=0):
+        value, interval = _value(row, f"sampled/pass@{most}", ".1%")
+        cards.append((f"pass@{most}", value, f"95 % interval {interval}"))
+    if solved := summary.get("solved"):
+        cards.append(("Solved by a sample", f"{sum(solved[1:]):,} of {sum(solved):,}", f"{solved[-1]:,} by all"))
+    cards.append(
+        ("Samples", f"{int(row['sampled/num_samples']):,}", f"{int(row['sampled/num_failed'])} prompts failed")
+    )
+    return cards
+
+
+def _evaluation_table(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return the lines of the table, its heads first."""
+    lines: list[tuple[str, ...]] = [_TABLE_HEADS]
+    for name, label in _SAMPLINGS.items():
+        kind, value, interval = _scored(row, name)
+        if kind:
+            cut_off = row.get(f"{name}/truncated_ratio")  # of a workflow that tells
+            lengths = f"{row[f'{name}/completion_tokens']:,.1f}", "" if cut_off is None else f"{cut_off:.1%}"
+            counts = (f"{int(row[f'{name}/{key}']):,}" for key in ("num_samples", "num_failed"))
+            lines.append((f"{label} {kind}", value, interval, *lengths, *counts))
+    for key in filter(_is_pass, row):
+        lines.append((key.removeprefix("sampled/"), *_value(row, key, ".1%"), "", "", "", ""))
+    return lines
+
+
+def _is_pass(key: str) -> bool:
+    return key.startswith("sampled/pass@") and not key.endswith(("_low", "_high"))
+
+
+def _scored(row: Mapping[str, Any], name: str) -> tuple[str, str, str]:
+    """Return what the score is called (empty if there is none), its value, and its interval."""
+    kind = next((one for one in ("accuracy", "reward") if f"{name}/{one}" in row), "")
+    return kind, *(_value(row, f"{name}/{kind}", ".1%" if kind == "accuracy" else ".3g") if kind else ("", ""))
+
+
+def _value(row: Mapping[str, Any], key: str, form: str) -> tuple[str, str]:
+    """Return a score and its interval as texts."""
+    return f"{row[key]:{form}}", _interval(row.get(f"{key}_low"), row.get(f"{key}_high"), form)
+
+
+def _interval(low: float | None, high: float | None, form: str) -> str:
+    return "" if low is None or high is None else f"{low:{form}} to {high:{form}}"

@@ -4,6 +4,7 @@ A run is known by its path below the viewer's folder, and only runs that were fo
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -13,9 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from arealite.api.errors import ConfigError, LedgerError
-from arealite.api.run_folder import RunFolder
+from arealite.api.run_folder import RunFolder, numbered
 from arealite.api.run_metrics import is_of_training, score_name
 from arealite.rollout.account.ledger_file import OUTCOME, open_for_reading
 from arealite.rollout.account.rollout_file import PER_TOKEN
@@ -24,12 +29,12 @@ from arealite.viewer.describe import describe, is_run, score_in_words, state_of,
 from arealite.viewer.index import RowIndex
 from arealite.viewer.plain import readable
 from arealite.viewer.samples import cut_segments, evaluations
-from arealite.viewer.token_texts import token_texts, tokenizer_file
 
 MAX_UNTRAINED = 20_000  # prompts that wait, run, were rejected or failed: the newest are listed
 SLICE_S = 0.3  # how long a request indexes or searches before it says that there is more
 _DEPTH = 3  # of runs below the folder: <fileroot>/<experiment>/<trial>
 _LAST_BYTES = 256 * 1024  # of the metrics: about a hundred rows
+_TOKENIZER = "tokenizer.json"
 _FROZEN_TOKENS = 400_000  # of which a frozen page has the numbers: 20 bytes each
 _ISSUES = """
 SELECT epoch || '-' || idx AS prompt_id, ticket, state, reason, attempt, head_version, trained_version, latency_s,
@@ -179,9 +184,9 @@ class RunView:
         except LedgerError as error:
             problems.append(str(error))
         try:
-            file = self._tokenizer()
+            file = _tokenizer_file(self._run)
             texts = [
-                None if file is None or (ids := row["input_ids"]) is None else token_texts(file, ids) for row in rows
+                None if file is None or (ids := row["input_ids"]) is None else _token_texts(file, ids) for row in rows
             ]
         except FileError as error:
             problems.append(str(error))
@@ -217,10 +222,6 @@ class RunView:
             return []
         with open_for_reading(self._run.ledger) as database:
             return _dicts(database.execute(_UNTRAINED))
-
-    def _tokenizer(self) -> Path | None:
-        with reading(self._run.config, yaml.YAMLError):
-            return tokenizer_file(self._run, require_object(yaml.safe_load(text_of(self._run.config)) or {}))
 
 
 class MetricsTail:
@@ -333,3 +334,31 @@ def _is_per_token(value: Any, ids: Sequence[int] | None) -> bool:
 def _dicts(cursor: Any) -> list[dict[str, Any]]:
     names = [column[0] for column in cursor.description]
     return [dict(zip(names, row)) for row in cursor]
+
+
+def _tokenizer_file(run: RunFolder) -> Path | None:
+    """Return the file of the tokenizer that a run used, of its model or of a checkpoint; nothing is downloaded."""
+    with reading(run.config, yaml.YAMLError):
+        config = require_object(yaml.safe_load(text_of(run.config)) or {})
+    blocks = ("actor", "model")
+    named = [config.get("tokenizer_path"), *((config.get(block) or {}).get("path") for block in blocks)]
+    for path in [str(path) for path in named if path]:
+        if (file := Path(path) / _TOKENIZER).exists():
+            return file
+        with contextlib.suppress(HFValidationError):  # the path is not a hub id
+            if isinstance(cached := try_to_load_from_cache(path, _TOKENIZER), str):
+                return Path(cached)
+    saved = [folder / _TOKENIZER for folder in numbered(run.checkpoints, "step_").values()]
+    return next((file for file in reversed(saved) if file.exists()), None)
+
+
+def _token_texts(file: Path, ids: Sequence[int]) -> list[str]:
+    """Return the text that each token adds; a character of several tokens stands at its last one. Raises FileError."""
+    with reading(file, Exception):  # the library has no classes for its errors
+        tokenizer, stream = _tokenizer(file, file.stat().st_mtime_ns), DecodeStream(skip_special_tokens=False)
+        return [stream.step(tokenizer, token) or "" for token in ids]
+
+
+@functools.lru_cache(4)
+def _tokenizer(file: Path, changed_ns: int) -> Tokenizer:
+    return Tokenizer.from_file(str(file))

@@ -11,7 +11,6 @@ from testing_rollouts import write_rows
 
 from arealite.api.errors import ConfigError
 from arealite.cli.main import main
-from arealite.viewer.charts import charts
 from arealite.viewer.report import write_report
 from arealite.viewer.samples import before_after, examples, spread_steps
 
@@ -100,6 +99,11 @@ def test_texts_stay_texts(tmp_path: Path) -> None:
     assert data["evaluations"]["pairs"][0]["after"] == [{"sampled": NASTY}]
     assert NASTY in data["run"]["config"]
     assert "img" not in {tag for tag, _ in page.tags}
+    assert ["Held-out accuracy", "25.0% → 75.0%", "+50.0 points; 95 % interval 70.0% to 80.0%"] in data["run"]["cards"]
+    (tmp_path / "config.yaml").write_text("experiment_name: '</title><img src=x>'\ntrial_name: t\n")
+    page, data = parse(write_report(tmp_path))
+    assert page.texts["title"].strip() == data["run"]["title"] == "</title><img src=x> / t"
+    assert "img" not in {tag for tag, _ in page.tags}
 
 
 def test_headline_numbers(tmp_path: Path) -> None:
@@ -150,11 +154,6 @@ def test_a_reward_of_training_that_is_not_0_or_1_makes_no_held_out_answer_right_
     assert data["run"]["charts"][0]["title"] == "Held-out reward"
     found = data["evaluations"]
     assert (found["is_binary"], found["counts"]) == (False, {"better": 1, "equal": 3, "worse": 0})
-
-
-def test_the_interval_of_an_accuracy_is_shown(tmp_path: Path) -> None:
-    notes = [note for _, _, note in parse(write_report(make_run(tmp_path)))[1]["run"]["cards"]]
-    assert "+50.0 points; 95 % interval 70.0% to 80.0%" in notes
 
 
 TURNS = [{"given": "6 * 7?"}, {"sampled": "41"}, {"given": "That is wrong."}, {"sampled": "42"}]
@@ -220,14 +219,6 @@ def test_long_texts_are_cut_and_say_so(tmp_path: Path) -> None:
     assert data["row"][0]["segments"][1] == {"sampled": "x" * 6000 + "\n... 10 more characters"}
 
 
-def test_the_title_is_text(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "metrics.jsonl", [{"step": 0}])
-    (tmp_path / "config.yaml").write_text("experiment_name: '</title><img src=x>'\ntrial_name: t\n")
-    page, data = parse(write_report(tmp_path))
-    assert page.texts["title"].strip() == data["run"]["title"] == "</title><img src=x> / t"
-    assert "img" not in {tag for tag, _ in page.tags}
-
-
 @given(st.integers(1, 40))
 def test_samples_are_spread_over_the_run(num_steps: int) -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -247,33 +238,6 @@ def test_the_first_rows_of_a_step_that_are_stored_are_shown(tmp_path: Path) -> N
         write_rows(tmp_path / f"rollouts/step_{step}", [lines[0] | not_stored, *lines[1:]])
     _, data = parse(write_report(tmp_path))
     assert data["rows"]["prompt_id"] == [f"{step}-{i}" for step in range(12) for i in range(1, 26)]
-
-
-def test_phases_and_other_add_up_to_the_step(tmp_path: Path) -> None:
-    rows = [{"step": 0, "time/update_s": 1.0, "time/rollout_s": 2.0, "time/step_s": 3.5}]
-    (chart,) = charts(rows, staleness_bound=None)
-    assert [(trace["name"], trace["y"]) for trace in chart["traces"]] == [
-        ("rollout", [2.0]), ("update", [1.0]), ("other", [0.5]),
-    ]  # fmt: skip
-
-
-def test_a_null_is_a_gap_and_only_nulls_are_no_chart() -> None:
-    rows = [{"step": i, "optim/grad_norm": value, "policy/entropy": None} for i, value in enumerate((1.0, None, 2.0))]
-    (chart,) = charts(rows, staleness_bound=None)
-    assert (chart["title"], chart["traces"][0]["y"]) == ("Gradient norm", [1.0, None, 2.0])
-
-
-@given(st.lists(st.one_of(st.none(), st.floats(-1e3, 1e3)), min_size=20, max_size=90))
-def test_the_mean_of_the_last_values_that_exist(values: list[float | None]) -> None:
-    found = charts([{"step": i, "reward/mean": value} for i, value in enumerate(values)], staleness_bound=None)
-    if not found:
-        assert set(values) == {None}
-        return
-    _, mean = found[0]["traces"]
-    window = max(3, len(values) // 20)
-    for end, shown in enumerate(mean["y"], start=1):
-        recent = [value for value in values[max(0, end - window) : end] if value is not None]
-        assert shown == (pytest.approx(sum(recent) / len(recent), abs=1e-9) if recent else None)
 
 
 @pytest.mark.parametrize("missing", ["metrics.jsonl", "config.yaml", "summary.json", "rollouts"])
@@ -354,47 +318,3 @@ def test_a_folder_without_a_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"must hold metrics\.jsonl or .* run\.json: got none in .*experiment"):
         write_report(tmp_path / "experiment")
     assert not (tmp_path / "experiment" / "report.html").exists()
-
-
-def elastic_row(step: int, live: float, rate: float) -> dict[str, Any]:
-    return {
-        "step": step, "time/step_s": 2.0 + step, "servers/live": live, "perf/generated_tokens_per_s": rate,
-        "staleness/max": 1.0,
-    }  # fmt: skip
-
-
-def test_servers_that_come_and_go_are_shown_over_time() -> None:
-    rows = [elastic_row(0, 1.0, 100.0), elastic_row(1, 3.0, 290.0), elastic_row(2, 2.0, 200.0)]
-    (chart,) = [one for one in charts(rows, staleness_bound=2) if one["title"].endswith("over time")]
-    by_name = {trace["name"]: trace for trace in chart["traces"]}
-    assert by_name["servers"]["x"] == [2.0, 5.0, 9.0] and by_name["servers"]["y"] == [1.0, 3.0, 2.0]
-    assert by_name["generated tokens per second (right)"]["y"] == [100.0, 290.0, 200.0]
-    assert [trace.get("yaxis") for trace in chart["traces"]] == [None, None, "y2"]
-    assert chart["layout"]["xaxis"]["range"] == [0.0, 9.0] and chart["layout"]["yaxis2"]["overlaying"] == "y"
-
-
-def test_metrics_of_rewards_and_workflow_are_shown() -> None:
-    rows = [{"step": step, "rewards/correct": 0.5, "rewards/brief": -1.0, "workflow/turns": 2.0} for step in range(3)]
-    found = {chart["title"]: chart["traces"] for chart in charts(rows, staleness_bound=None)}
-    assert {title: [trace["name"] for trace in traces] for title, traces in found.items()} == {
-        "Rewards by function": ["brief", "correct"],
-        "turns": ["workflow/turns"],
-    }
-    assert [trace["y"] for trace in found["Rewards by function"]] == [[-1.0] * 3, [0.5] * 3]
-
-
-def test_the_mean_of_a_step_is_never_drawn_above_its_maximum() -> None:
-    rows = [{"step": step, "staleness/mean": step, "staleness/max": step} for step in range(3)]
-    (chart,) = charts(rows, staleness_bound=None)
-    assert {trace["line"]["shape"] for trace in chart["traces"]} == {"hv"}
-
-
-def test_tiny_numbers_have_an_exponent_and_no_prefix() -> None:
-    (chart,) = charts([{"step": 0, "policy/mismatch_kl": 8e-14}], staleness_bound=None)
-    assert chart["layout"]["yaxis"]["exponentformat"] == "e", "80f is no number"
-
-
-def test_servers_that_stay_are_not_shown() -> None:
-    rows = [elastic_row(step, 2.0, 100.0) for step in range(3)]
-    assert not [one for one in charts(rows, staleness_bound=2) if one["title"].endswith("over time")]
-    assert not [one for one in charts([{"step": 0}], staleness_bound=2) if one["title"].endswith("over time")]

@@ -1,0 +1,166 @@
+"""The charts of a run, from rows of metrics and its ledger."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arealite.api.io_struct import PromptId
+from arealite.rollout.account.ledger import Ledger
+from arealite.rollout.prompts import Prompt, SampleRecord
+from arealite.rollout.staleness import StalenessAccount
+from arealite.viewer.charts import MAX_POINTS, charts, server_charts, thinned, timeline
+
+NUM_STEPS = 100_000
+
+
+def curve(**values: float | None) -> dict[str, Any]:
+    ys: list[float | None] = [float(step % 7) for step in range(NUM_STEPS)]
+    for step, value in values.items():
+        ys[int(step.removeprefix("at_"))] = value
+    return {"type": "scatter", "x": [*range(NUM_STEPS)], "y": ys}
+
+
+def test_spikes_ends_and_gaps_of_a_long_curve_stay() -> None:
+    gap = {f"at_{step}": None for step in range(50_000, 51_000)}
+    points = thinned(curve(at_0=2.5, at_43210=99.0, at_43211=-99.0, at_99999=3.5, at_20=None, **gap))
+    by_step = dict(zip(points["x"], points["y"]))
+    assert len(by_step) <= MAX_POINTS + 2 and points["x"] == sorted(points["x"])
+    assert (by_step[0], by_step[43210], by_step[43211], by_step[99999]) == (2.5, 99.0, -99.0, 3.5)
+    assert any(step in range(50_000, 51_000) and y is None for step, y in by_step.items())
+    assert [y for step, y in by_step.items() if step < 100][:2] != [None, None], "a null beside numbers hides none"
+
+
+def test_bars_become_the_mean_of_their_bucket_and_intervals_keep_to_their_points() -> None:
+    bars = thinned(curve() | {"type": "bar"})
+    assert len(bars["y"]) == MAX_POINTS // 2 and bars["x"][1] == 100
+    assert bars["y"][0] == pytest.approx(sum(step % 7 for step in range(100)) / 100)
+    error = {"type": "data", "array": [*range(NUM_STEPS)], "arrayminus": [*range(NUM_STEPS)]}
+    points = thinned(curve() | {"error_y": error})
+    assert points["error_y"]["array"] == points["error_y"]["arrayminus"] == points["x"]
+
+
+def test_phases_and_other_add_up_to_the_step() -> None:
+    rows = [{"step": 0, "time/update_s": 1.0, "time/rollout_s": 2.0, "time/step_s": 3.5}]
+    (chart,) = charts(rows, staleness_bound=None)
+    assert [(trace["name"], trace["y"]) for trace in chart["traces"]] == [
+        ("rollout", [2.0]), ("update", [1.0]), ("other", [0.5]),
+    ]  # fmt: skip
+
+
+def test_a_null_is_a_gap_and_only_nulls_are_no_chart() -> None:
+    rows = [{"step": i, "optim/grad_norm": value, "policy/entropy": None} for i, value in enumerate((1.0, None, 2.0))]
+    (chart,) = charts(rows, staleness_bound=None)
+    assert (chart["title"], chart["traces"][0]["y"]) == ("Gradient norm", [1.0, None, 2.0])
+
+
+@given(st.lists(st.one_of(st.none(), st.floats(-1e3, 1e3)), min_size=20, max_size=90))
+def test_the_mean_of_the_last_values_that_exist(values: list[float | None]) -> None:
+    shown = charts([{"step": i, "reward/mean": value} for i, value in enumerate(values)], staleness_bound=None)
+    if not shown:
+        assert set(values) == {None}
+        return
+    _, mean = shown[0]["traces"]
+    window = max(3, len(values) // 20)
+    for end, y in enumerate(mean["y"], start=1):
+        recent = [value for value in values[max(0, end - window) : end] if value is not None]
+        assert y == (pytest.approx(sum(recent) / len(recent), abs=1e-9) if recent else None)
+
+
+def elastic_row(step: int, live: float, rate: float) -> dict[str, Any]:
+    return {
+        "step": step, "time/step_s": 2.0 + step, "servers/live": live, "perf/generated_tokens_per_s": rate,
+        "staleness/max": 1.0,
+    }  # fmt: skip
+
+
+def test_servers_that_come_and_go_are_shown_over_time() -> None:
+    def over_time(*live: float) -> list[dict[str, Any]]:
+        rows = [elastic_row(step, number, 100.0 * number) for step, number in enumerate(live)]
+        return [one for one in charts(rows, staleness_bound=2) if one["title"].endswith("over time")]
+
+    (chart,) = over_time(1.0, 3.0, 2.0)
+    by_name = {trace["name"]: trace for trace in chart["traces"]}
+    assert by_name["servers"]["x"] == [2.0, 5.0, 9.0] and by_name["servers"]["y"] == [1.0, 3.0, 2.0]
+    assert by_name["generated tokens per second (right)"]["y"] == [100.0, 300.0, 200.0]
+    assert [trace.get("yaxis") for trace in chart["traces"]] == [None, None, "y2"]
+    assert over_time(2.0, 2.0, 2.0) == []
+
+
+def test_metrics_of_rewards_and_workflow_are_shown() -> None:
+    rows = [{"step": step, "rewards/correct": 0.5, "rewards/brief": -1.0, "workflow/turns": 2.0} for step in range(3)]
+    traces = {chart["title"]: chart["traces"] for chart in charts(rows, staleness_bound=None)}
+    assert {title: [(one["name"], one["y"]) for one in of_title] for title, of_title in traces.items()} == {
+        "Rewards by function": [("brief", [-1.0] * 3), ("correct", [0.5] * 3)],
+        "turns": [("workflow/turns", [2.0] * 3)],
+    }
+
+
+def test_tiny_numbers_have_an_exponent_and_no_prefix() -> None:
+    (chart,) = charts([{"step": 0, "policy/mismatch_kl": 8e-14}], staleness_bound=None)
+    assert chart["layout"]["yaxis"]["exponentformat"] == "e", "80f is no number"
+
+
+def write_ledger(path: Path, steps: list[list[tuple[str, int, int]]]) -> Path:
+    """Write a prompt per step with a sample per server, number of tokens and number of interrupts; and a failure."""
+    ledger = Ledger(str(path), StalenessAccount(batch_size=1, max_head_offpolicyness=9, max_concurrent=99))
+    ledger.rollback(0)
+    prompts = [Prompt(PromptId(0, index)) for index in range(len(steps) + 1)]
+    ledger.issue(prompts, cursor=None)
+    for step, (prompt, samples) in enumerate(zip(prompts, steps)):
+        ledger.start(prompt, 0)
+        records = [SampleRecord(i, tokens, 1.0, cuts, name) for i, (name, tokens, cuts) in enumerate(samples)]
+        ledger.accept(prompt, records, 1.0)
+        ledger.train([prompt], step)
+    ledger.start(prompts[-1], 0)
+    ledger.drop(prompts[-1], "failed", "server", [SampleRecord(0, 99, 1.0, 9, "a")], 1.0)
+    ledger.close()
+    return path
+
+
+def test_tokens_by_server_and_interrupts_of_each_step(tmp_path: Path) -> None:
+    path = write_ledger(tmp_path / "l", [[("a", 5, 0), ("b", 7, 1), ("a", 1, 2)], [("b", 2, 0)]])
+    servers, interrupts = server_charts(path)
+    assert [(one["name"], one["x"], one["y"]) for one in servers["traces"]] == [
+        ("b", [0, 1], [7, 2]),
+        ("a", [0, 1], [6, 0]),
+    ]
+    assert [(one["x"], one["y"]) for one in interrupts["traces"]] == [([0, 1], [3, 0])]
+    path = write_ledger(tmp_path / "many", [[(f"server-{i}", 10 + i, 0) for i in range(9)]])
+    (chart,) = server_charts(path)
+    assert [one["name"] for one in chart["traces"]] == [*(f"server-{i}" for i in range(8, 2, -1)), "others"]
+    assert chart["traces"][-1]["y"] == [10 + 11 + 12]
+
+
+def test_a_single_server_and_a_missing_or_damaged_ledger_need_no_chart(tmp_path: Path) -> None:
+    assert server_charts(write_ledger(tmp_path / "l", [[("a", 5, 0)]])) == []
+    assert server_charts(tmp_path / "nothing") == []
+    (tmp_path / "damaged").write_bytes(b"x" * 4096)
+    assert server_charts(tmp_path / "damaged") == []
+
+
+ROWS = [
+    {"step": 0, "time/step_s": 5.0, "time/weights_s": 0.5, "servers/live": 1.0, "servers/joined": 1.0,
+     "servers/left": 0.0, "weights/sent_mib": 3.0, "policy/canary_gap": 2e-7},
+    {"step": 1, "time/step_s": 7.0, "time/weights_s": 0.25, "time/save_s": 2.0, "servers/live": 2.0,
+     "servers/joined": 3.0, "servers/left": 1.0, "weights/sent_mib": 0.0},
+    {"step": 2, "eval/reward": 1.0, "time/step_s": 1.0},
+]  # fmt: skip
+
+
+def test_updates_and_servers_stand_at_their_second() -> None:
+    (chart,) = timeline(ROWS, {1: "74032ccf", 2: "<b>"}, "broadcast")
+    updates, servers = chart["traces"]
+    assert (updates["x"], updates["y"]) == ([5.0, 10.0], [0.5, 0.25])
+    assert updates["text"] == [
+        "version 1 by broadcast; asked of every server: canary gap 2.0e-07; the trainer's fingerprint 74032ccf",
+        "version 2 within the trainer's process; no canary",
+    ]
+    assert (servers["y"], servers["text"]) == ([1.0, 2.0], ["1 joined", "2 joined, 1 left"])
+    assert timeline(ROWS[2:], {}, "None") == []
+    rows = [{"step": i, "time/step_s": 1.0, "time/weights_s": float(i % 7)} for i in range(5000)]
+    ((trace,),) = (one["traces"] for one in timeline(rows, {}, "disk"))
+    assert len(trace["x"]) < 2100, "texts stay with their points"
+    assert trace["text"] == [f"version {int(x)} through the disk; no canary" for x in trace["x"]]
