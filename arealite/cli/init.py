@@ -1,6 +1,6 @@
-"""`arealite init NAME`: an experiment as a folder to change, put together from the examples: no loop has a copy.
+"""`arealite init NAME`: writes an experiment to change, composed of files of the examples.
 
-`examples/templates/templates.yaml` says which files a template has, and what its README says.
+`examples/templates/templates.yaml` names the files of a template and the texts of its README.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _text(source: Path, name: str) -> str:
-    """Return a file of the examples, whose command and data set become the folder's."""
+    """Return a file of the examples with the command and data set of the new folder."""
     text = source.read_text(encoding="utf-8").replace(" on GSM8K", "", 1).replace("EXPERIMENT", name)
     return _COMMAND.sub("python3 -m arealite.launcher.local train.py --config config.yaml", text)
 

@@ -4,6 +4,7 @@ The loader's own tables of old keys do the work, and the loader checks the resul
 """
 
 import argparse
+import functools
 import json
 import logging
 import re
@@ -101,9 +102,7 @@ def _config_class(given: Tree) -> type[BaseExperimentConfig]:
             f"the config must be of AReaLite v0.3 or AReaL, with a block actor or model: got {got}. "
             "docs/migration-keys.md lists our keys for those of other frameworks."
         )
-    if "actor" not in given:
-        return SFTConfig
-    return PPOConfig if "critic" in given else GRPOConfig
+    return SFTConfig if "actor" not in given else PPOConfig if "critic" in given else GRPOConfig
 
 
 def _migrated(given: Tree, keys: Mapping[str, ConfigKey]) -> _Migrated:
@@ -158,7 +157,8 @@ def _add_defaults(new: _Migrated, given: Tree) -> None:
             leaf == "group_reward_norm" and "reward_norm" in actor
         )
         if not is_given and not is_moot:
-            _put(new.tree, key, value)
+            *blocks, name = key.split(".")
+            functools.reduce(lambda block, part: block.setdefault(part, {}), blocks, new.tree)[name] = value
             new.comments[key] = f"default of {'AReaL' if is_todays else 'AReaLite v0.3'}"
 
 
@@ -220,11 +220,3 @@ def _at(tree: Tree, key: str) -> Any:
     for name in key.split("."):
         value = value.get(name) if isinstance(value, dict) else None
     return value
-
-
-def _put(tree: Tree, key: str, value: Any) -> None:
-    """Set a dotted key, creating its blocks."""
-    *parents, name = key.split(".")
-    for parent in parents:
-        tree = tree.setdefault(parent, {})
-    tree[name] = value

@@ -46,5 +46,5 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder: its modules are no user's
+    sys.path.pop(0)  # this folder: a user's modules may have the same names
     main(sys.argv[1:])

@@ -33,7 +33,7 @@ _TOKENS = ("loss_mask",)  # the smallest column that rows without tokens lack
 
 @dataclass
 class _Command:
-    """What a replay needs of `run.json`."""
+    """The part of `run.json` that a replay needs."""
 
     entry: FilePath
     argv: list[str]
@@ -42,7 +42,7 @@ class _Command:
 
 @dataclass
 class _Names:
-    """What a replay needs of `config.yaml`."""
+    """The part of `config.yaml` that a replay needs."""
 
     experiment_name: Name
     trial_name: Name
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _scratch_only(scratch: str) -> Iterator[str]:
-    """Let the script write into the scratch folder, and no more than it must."""
+    """Yield the keys that make the script write only into the scratch folder, and as little as possible."""
     yield f"cluster.fileroot={scratch}"
     for block in ("saver", "evaluator", "recover", "stats_logger", "rollout"):
         yield f"{block}.fileroot={scratch}"
@@ -125,6 +125,7 @@ def _check(run: RunFolder, *, first: int, last: int) -> None:
 
 
 def _read(path: Path, form: type[T]) -> T:
+    """Read a file of the run folder as a dataclass."""
     if not path.exists():
         raise ConfigError(
             f"a run folder must hold {path.name}: got none in {path.parent}. Name the folder of a run that a launcher "

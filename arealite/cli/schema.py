@@ -1,7 +1,7 @@
-"""`arealite schema`: the JSON schema of a YAML config, by which editors complete keys and mark what is wrong.
+"""`arealite schema`: the JSON schema of a YAML config, with which editors complete keys and mark mistakes.
 
-It is made of the config classes: types and ranges are those that pydantic checks, descriptions the strings under the
-fields. Old keys, which the loader moves, are marked as unknown.
+It is generated from the config classes: pydantic's types and ranges, and the strings under the fields as descriptions.
+Old keys, which the loader moves, are marked as unknown.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def schema(config_cls: type[ConfigBase]) -> Schema:
 
 
 class _YAMLSchema(GenerateJsonSchema):
-    """Takes what the loader takes beside the values themselves: references, `???`, numbers for text, empty blocks."""
+    """Also accepts what the loader accepts: references, `???`, numbers for text, empty blocks."""
 
     schema_dialect = "http://json-schema.org/draft-07/schema#"
 
@@ -74,7 +74,7 @@ class _YAMLSchema(GenerateJsonSchema):
         value = super().model_field_schema(schema)
         default = value.pop("default", MISSING)
         if isinstance(block := schema["schema"].get("default"), ConfigBase):
-            default = block.model_dump(exclude_defaults=True)  # those of its class stand in its own schema
+            default = block.model_dump(exclude_defaults=True)  # other defaults are in the schema of its class
         return {"anyOf": [value, _LATER], **({} if default == MISSING else {"default": default})}
 
     def model_schema(self, schema: core_schema.ModelSchema) -> Schema:

@@ -1,9 +1,9 @@
-"""The page of the viewer and its data over HTTP, on loopback, for whoever has the token.
+"""Serves the viewer's page and its data over HTTP, on loopback, to clients with the token.
 
-The page itself holds no data and is open to all who can connect; everything below `/api/` wants the token in a header,
-never in a path or a cookie. All requests only read. Status: 304 where a run has not changed; 400 for what can't be
-read; 401 without the token; 421 by another name than this node has for itself. Rows of an earlier generation are
-`stale`, which is no error: runs resume.
+The page holds no data and needs no token; everything below `/api/` needs the token in a header, never in a path or a
+cookie. All requests only read. Status: 304 if a run has not changed; 400 for damaged files and wrong queries; 401
+without the token; 421 for a host name other than loopback. Rows of an earlier generation are answered as `stale` with
+status 200, because runs resume.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ _QUESTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "untrained": (RunView.untrained, ()),
     "evaluations": (lambda view: {"evaluations": view.evaluations()}, ()),
 }
-"""What a run may be asked below `/api/`, and the words of the query that say more."""
+"""Questions about a run below `/api/`, with the names of their query arguments."""
 
 
 class Viewer:
@@ -73,11 +73,11 @@ class Viewer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Admit who has the token, and answer errors in words."""
+        """Check host name and token, and turn errors into answers."""
         is_open = not request.path.startswith("/api/")
         try:
-            is_ours = is_loopback(request.url.host or "")  # else a name that its owner lets point here
-        except ValueError:  # no name at all
+            is_ours = is_loopback(request.url.host or "")  # another name may be DNS rebinding
+        except ValueError:  # not a valid name
             is_ours = False
         if not is_ours:
             response: web.StreamResponse = _json({"error": _OTHER_NAME.format(request.host)}, status=421)
@@ -89,7 +89,7 @@ class Viewer:
             except web.HTTPException as error:
                 response = _json({"error": error.reason}, status=error.status)
             except StaleIndexError as error:
-                response = _json({"stale": str(error)})  # an error would be one in the browser's console too
+                response = _json({"stale": str(error)})  # an error status would show up in the browser's console
             except (AReaLiteError, FileError) as error:
                 response = _json({"error": f"{type(error).__name__}: {error}"}, status=400)
         response.headers.update(_HEADERS)
@@ -109,11 +109,11 @@ class Viewer:
 
     async def _run(self, request: web.Request) -> web.Response:
         known = re.sub(r'^"|"$', "", request.headers.get("If-None-Match", ""))
-        tag, found = await asyncio.to_thread(self._view(request).describe, known)
-        return web.Response(status=304) if found is None else _json(found, headers={"ETag": f'"{tag}"'})
+        tag, page = await asyncio.to_thread(self._view(request).describe, known)
+        return web.Response(status=304) if page is None else _json(page, headers={"ETag": f'"{tag}"'})
 
     async def _answer(self, request: web.Request) -> web.Response:
-        """Answer one of `_QUESTIONS` about a run."""
+        """Answer a question of `_QUESTIONS` about a run."""
         if (question := _QUESTIONS.get(request.match_info["question"])) is None:
             raise web.HTTPNotFound
         ask, names = question
@@ -121,7 +121,7 @@ class Viewer:
         return _json(await asyncio.to_thread(ask, view, *(_argument(request, name) for name in names)))
 
     async def _export(self, request: web.Request) -> web.Response:
-        """Answer with a page about the rows in the body, which needs no server."""
+        """Answer with a standalone page about the rows whose numbers are in the body."""
         generation = _number("generation", _word(request, "generation"))
         numbers = [_number("rows", word) for word in (await request.read()).decode(errors="replace").split(",")]
         if len(numbers) > MAX_EXPORTED:
@@ -134,7 +134,7 @@ class Viewer:
 
 
 def _argument(request: web.Request, name: str) -> str | int | list[int]:
-    """Return a word of the query as what it stands for: a text, several numbers or one."""
+    """Return a query argument as text, list of numbers or number."""
     word = _word(request, name)
     if name in ("text", "prompt"):
         return word

@@ -35,7 +35,7 @@ _WAYS = {"disk": "through the disk", "broadcast": "by broadcast"}
 
 
 def charts(rows: Sequence[Row], *, staleness_bound: int | None) -> list[Chart]:
-    """Return the charts that the rows have data for, in reading order."""
+    """Return the charts for which the rows have data, in reading order."""
     candidates = [
         _held_out(rows),
         chart("Reward", _smoothed(rows, "reward/mean", "--blue")),
@@ -79,7 +79,7 @@ def charts(rows: Sequence[Row], *, staleness_bound: int | None) -> list[Chart]:
 
 
 def evaluation_charts(row: Row, solved: Sequence[int]) -> list[Chart]:
-    """Return pass@k with its interval, and how many prompts have 0, 1, .. right samples (`solved`)."""
+    """Return the charts of pass@k and of `solved`, the numbers of prompts with 0, 1, ... right samples."""
     ks = sorted(int(key.removeprefix("sampled/pass@")) for key in row if re.fullmatch(r"sampled/pass@\d+", key))
     if not ks:
         return []
@@ -108,7 +108,7 @@ def evaluation_charts(row: Row, solved: Sequence[int]) -> list[Chart]:
 def chart(
     title: str, traces: list[Trace], *, unit: str = "", tickformat: str = "", exponentformat: str = "B", **layout: Any
 ) -> Chart:
-    """Return a chart as the page draws it, no finer than a screen; `layout` is Plotly's."""
+    """Return a chart for the page, thinned to the resolution of a screen; `layout` is Plotly's."""
     axis = {"rangemode": "tozero", "exponentformat": exponentformat, "tickformat": tickformat}
     return {"title": title, "unit": unit, "traces": [*map(thinned, traces)], "layout": {"yaxis": axis, **layout}}
 
@@ -116,7 +116,7 @@ def chart(
 def _line(
     rows: Sequence[Row], key: str, colour: str, name: str = "", *, x: str = "step", **options: Any
 ) -> list[Trace]:
-    """Draw the rows that know the key; a null in between is a gap in the curve, and nulls alone are no curve."""
+    """Draw a key of the rows; a null between values is a gap in the curve, and nulls alone give no curve."""
     found = [row for row in rows if key in row]
     if all(row[key] is None for row in found):
         return []
@@ -126,7 +126,7 @@ def _line(
 
 
 def _smoothed(rows: Sequence[Row], key: str, colour: str) -> list[Trace]:
-    """Draw a curve, and of a long one also the mean of the last values that exist at each point."""
+    """Draw a curve; a long one also with a moving mean, which skips nulls."""
     raw = _line(rows, key, colour)
     if not raw or len(raw[0]["x"]) < SMOOTH_FROM:
         return raw
@@ -186,9 +186,9 @@ def _staleness(rows: Sequence[Row], bound: int | None) -> list[Trace]:
 
 
 def _over_time(rows: Sequence[Row]) -> Chart:
-    """Show how generation and staleness follow the servers, over the time of the run; nothing if those never changed.
+    """Draw servers, generation and staleness over the time of the run; nothing if the servers never changed.
 
-    Servers and versions share the left axis, tokens per second have the right one.
+    Servers and versions share the left axis, tokens per second have the right axis.
     """
     ends_s = itertools.accumulate(row.get("time/step_s") or 0.0 for row in rows)
     timed = [row | {"step": end_s} for row, end_s in zip(rows, ends_s) if "servers/live" in row]
@@ -209,7 +209,7 @@ def _over_time(rows: Sequence[Row]) -> Chart:
 
 
 def _phases(rows: Sequence[Row]) -> list[Trace]:
-    """Stack the timers of each step; `other` is what no timer saw."""
+    """Stack the timers of each step; `other` is the rest of the step."""
     timed = [row for row in rows if row.get("time/step_s")]
     found = {key for row in timed for key in row if key.startswith("time/")} - {"time/step_s"}
     keys = [*(key for key in PHASES if key in found), *sorted(found.difference(PHASES))]
@@ -228,7 +228,7 @@ def _phases(rows: Sequence[Row]) -> list[Trace]:
 
 
 def thinned(trace: Trace) -> Trace:
-    """Return a trace with at most about `MAX_POINTS` points: least and greatest of each bucket, of bars its mean."""
+    """Thin a trace to about `MAX_POINTS` points: the extremes of each bucket, so that spikes stay; of bars the mean."""
     num_points = len(trace["x"])
     if num_points <= MAX_POINTS:
         return trace
@@ -240,7 +240,7 @@ def thinned(trace: Trace) -> Trace:
     kept = {0, num_points - 1}
     for start, end in zip(edges[:-1].tolist(), edges[1:].tolist()):
         bucket = values[start:end]
-        # A bucket that has no number is a gap in the curve, and stays one.
+        # A bucket without a number stays a gap in the curve.
         ends = (0,) if np.isnan(bucket).all() else (int(np.nanargmin(bucket)), int(np.nanargmax(bucket)))
         kept.update(start + place for place in ends)
     places = sorted(kept)
@@ -251,7 +251,7 @@ def thinned(trace: Trace) -> Trace:
 
 
 def server_charts(ledger: Path) -> list[Chart]:
-    """Return the charts that a ledger has data for; the reader of prompts reports a damaged one."""
+    """Return the charts of samples and interrupts by server; the reader of prompts reports a damaged ledger."""
     if not ledger.exists():
         return []
     rows: list[tuple[int, str, int | None, int | None]] = []
@@ -312,7 +312,7 @@ def timeline(rows: Sequence[Row], fingerprints: Mapping[int, str], way: str) -> 
 
 
 def _in_words(row: Row, fingerprint: str | None, way: str) -> str:
-    """Return what is known of the version that a step has published."""
+    """Describe the version that a step has published."""
     how = f" {_WAYS.get(way, '')}".rstrip()
     if way == "broadcast" and row.get("weights/sent_mib") == 0.0:
         how = " within the trainer's process"
@@ -325,7 +325,7 @@ def _in_words(row: Row, fingerprint: str | None, way: str) -> str:
 
 
 def _changes(rows: Sequence[Row]) -> list[str]:
-    """Return who came and went since the row before, in words."""
+    """Describe the servers that joined and left since the row before."""
     counts = [{name: int(row.get(f"servers/{name}") or 0) for name in ("joined", "left")} for row in rows]
     before = [dict.fromkeys(("joined", "left"), 0), *counts]
     changes = [

@@ -1,6 +1,6 @@
-"""What a run was, and its numbers: title, headline numbers, charts, the table of an evaluation.
+"""The summary of a run, finished or not: title, headline numbers, charts, the table of an evaluation.
 
-Works for any run, finished or not: what a missing file would have told is left out.
+Parts whose file is missing are left out.
 """
 
 import contextlib
@@ -26,12 +26,12 @@ _TABLE_HEADS = ("", "score", "95 % interval", "tokens", "truncated", "samples", 
 
 
 def is_run(folder: Path) -> bool:
-    """Tell whether a folder is that of a run."""
+    """Return whether a folder is a run folder."""
     return any((folder / name).exists() for name in FILES_OF_RUNS)
 
 
 def state_of(run: RunFolder) -> str:
-    """Return what became of a run: its locks, which the kernel frees, tell one that trains from one that died."""
+    """Return the state of a run; its locks, which the kernel frees, distinguish a live run from a dead one."""
     with reading(run.summary):
         if run.is_finished:
             return "finished"
@@ -43,14 +43,14 @@ def state_of(run: RunFolder) -> str:
 
 
 def score_in_words(row: dict[str, Any], name: str) -> str:
-    """Return the score of the evaluation in a row by its `score_name`, if there is one."""
+    """Return the score of the evaluation in a row with its name, or an empty text."""
     if (value := score(row, name)) is not None:
         return f"{name} {value:{'.1%' if name == 'accuracy' else '.3g'}}"
     return f"loss {row['eval/loss']:.3g}" if row.get("eval/loss") is not None else ""
 
 
 def describe(run: RunFolder, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what a run was, and the numbers of its `rows` of metrics, as plain values. Raises FileError."""
+    """Return the summary of a run and of its `rows` of metrics, as plain values. Raises FileError."""
     with reading(run.config, yaml.YAMLError):
         config_text = text_of(run.config)
         config = require_object(yaml.safe_load(config_text) or {})
@@ -66,7 +66,7 @@ def describe(run: RunFolder, rows: list[dict[str, Any]]) -> dict[str, Any]:
         cards, table = _cards(rows, summary), list[tuple[str, ...]]()
         shown = [*charts(rows, staleness_bound=bound), *server_charts(run.ledger)]
     published = dict[int, str]()
-    with contextlib.suppress(FileError), reading(run.weights_log):  # it says less than the rest
+    with contextlib.suppress(FileError), reading(run.weights_log):  # damage here must not hide the rest
         published = {row["version"]: row["fingerprint"] for row in read_jsonl(run.weights_log)}
     with reading(run.metrics):
         shown += timeline(rows, published, way)
@@ -91,12 +91,12 @@ def describe(run: RunFolder, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def text_of(path: Path) -> str:
-    """Return what a file holds, if it is there."""
+    """Return the text of a file, empty if it is missing."""
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def _lead(config: dict[str, Any]) -> str:
-    """Return one sentence on what was run."""
+    """Return a sentence that names algorithm, model, data and allocation."""
     model = (config.get("actor") or config.get("model") or {}).get("path")
     data_type = str((config.get("train_dataset") or {}).get("type"))
     if "pass_at_k" in config:
@@ -115,7 +115,7 @@ def _lead(config: dict[str, Any]) -> str:
 
 
 def _cards(rows: list[dict[str, Any]], summary: dict[str, Any]) -> list[Card]:
-    """Return label, value and note of the headline numbers that the run has."""
+    """Return the headline numbers of the run."""
     cards = []
     if name := next((one for one in ("accuracy", "reward") if f"{one}_before" in summary), ""):
         before, after = summary[f"{name}_before"], summary[f"{name}_after"]
@@ -153,12 +153,12 @@ def _duration(seconds: float) -> str:
 
 
 def _is_evaluation(row: Mapping[str, Any]) -> bool:
-    """Tell whether a row of metrics is that of an evaluation without training."""
+    """Return whether a row of metrics is of an evaluation without training."""
     return "sampled/num_samples" in row
 
 
 def _evaluation_cards(row: Mapping[str, Any], summary: Mapping[str, Any]) -> list[Card]:
-    """Return the scores, and how many prompts and samples stand behind them."""
+    """Return the scores and the numbers of prompts and samples."""
     scores = [(label.partition(",")[0], *_scored(row, name)) for name, label in _SAMPLINGS.items()]
     cards = [(f"{label} {kind}", value, f"95 % interval {interval}") for label, kind, value, interval in scores if kind]
     if most := max((int(key.partition("@")[2]) for key in row if _is_pass(key)), default=0):
@@ -173,13 +173,13 @@ def _evaluation_cards(row: Mapping[str, Any], summary: Mapping[str, Any]) -> lis
 
 
 def _evaluation_table(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Return the lines of the table, its heads first."""
+    """Return the table, its heads first."""
     lines: list[tuple[str, ...]] = [_TABLE_HEADS]
     for name, label in _SAMPLINGS.items():
         kind, value, interval = _scored(row, name)
         if kind:
-            cut_off = row.get(f"{name}/truncated_ratio")  # of a workflow that tells
-            lengths = f"{row[f'{name}/completion_tokens']:,.1f}", "" if cut_off is None else f"{cut_off:.1%}"
+            truncated = row.get(f"{name}/truncated_ratio")  # a user's workflow may not mark it
+            lengths = f"{row[f'{name}/completion_tokens']:,.1f}", "" if truncated is None else f"{truncated:.1%}"
             counts = (f"{int(row[f'{name}/{key}']):,}" for key in ("num_samples", "num_failed"))
             lines.append((f"{label} {kind}", value, interval, *lengths, *counts))
     for key in filter(_is_pass, row):
@@ -192,7 +192,7 @@ def _is_pass(key: str) -> bool:
 
 
 def _scored(row: Mapping[str, Any], name: str) -> tuple[str, str, str]:
-    """Return what the score is called (empty if there is none), its value, and its interval."""
+    """Return the name of the score (empty without a score), its value, and its interval."""
     kind = next((one for one in ("accuracy", "reward") if f"{name}/{one}" in row), "")
     return kind, *(_value(row, f"{name}/{kind}", ".1%" if kind == "accuracy" else ".3g") if kind else ("", ""))
 

@@ -1,8 +1,8 @@
-"""Finds the trajectories of a run: which there are, what is in one, and which hold a text.
+"""The index of the trajectories of a run: their columns, their contents, and the search for a text.
 
-Rows have numbers in the order in which their files are found. Invariant: within a generation a number means one row; a
-run that resumes removes steps, and then the index starts again under the next generation. Files are whole or absent,
-so a run that trains can be read at any time.
+Rows are numbered in the order in which their files are listed. Invariant: within a generation a number means one row; a
+run that resumes removes steps, and the index then starts again under the next generation. Files are whole or absent, so
+a run that trains can be read at any time.
 """
 
 import bisect
@@ -26,7 +26,7 @@ from arealite.utils.files import FileError, reading
 
 _NUMBERS = dict.fromkeys(("row", "num_rows", "sample", "attempt"), pa.int64()) | {"reward": pa.float64()}
 _COLUMNS = ("prompt_id", *_NUMBERS, "versions", "loss_mask", "more.no_eos")
-_SETTLED_NS = 2_000_000_000  # a folder's time tells a later change only if it is older than the clock's ticks
+_SETTLED_NS = 2_000_000_000  # a folder's mtime shows a later change only if it is older than the clock's tick
 _CACHED_GROUPS = 16
 _SNIPPET = 200  # characters
 _NONE = np.iinfo(np.int64).max
@@ -35,7 +35,7 @@ Stamp = tuple[int, int, int]
 
 
 class StaleIndexError(AReaLiteError):
-    """The run removed rows since its numbers were handed out."""
+    """The run has removed rows since the client got its row numbers."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class _File:
     path: Path
     start: int  # number of its first row
     columns: dict[str, Any]  # one value per row
-    groups: list[int]  # where each of its row groups ends
+    groups: list[int]  # ends of its row groups
 
     @property
     def end(self) -> int:
@@ -51,7 +51,7 @@ class _File:
 
 
 class RowIndex:
-    """The rows below `rollouts/`, or in those of its folders that `only` names; not for several threads at once."""
+    """The rows below `rollouts/`, or in the folders that `only` names. Not thread-safe."""
 
     def __init__(self, folder: Path, only: Collection[str] | None = None) -> None:
         self._folder, self._only = folder, only
@@ -63,7 +63,7 @@ class RowIndex:
         return self._files[-1].end if self._files else 0
 
     def grow(self, seconds: float) -> bool:
-        """Index what is new for about `seconds`; return whether that is all."""
+        """Index new files for about `seconds`; return whether the index is complete."""
         deadline = time.monotonic() + seconds
         self._list()
         while self._waiting:
@@ -92,11 +92,11 @@ class RowIndex:
         return found
 
     def row(self, generation: int, number: int) -> dict[str, Any]:
-        """Return one row, and as `name` the folder that holds it."""
+        """Return a row, with its folder as `name`."""
         return next(self.rows(generation, [number]))
 
     def rows(self, generation: int, numbers: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """Yield rows in turn, with what their update computed; neighbours cost little, as they are read together."""
+        """Yield rows in turn, with the numbers of their update; neighbours are read together."""
         found = (self._place(generation, number) for number in numbers)
         for (path, group), same in itertools.groupby(found, key=lambda place: (place[0].path, place[1])):
             (file, *_), *_ = within = [*same]
@@ -110,13 +110,13 @@ class RowIndex:
                 yield {"name": path.parent.name, "update": update, "problems": problems} | row
 
     def snippets(self, generation: int, numbers: Sequence[int]) -> list[str]:
-        """Return the first characters that were sampled in each row."""
+        """Return the first sampled characters of each row."""
         return [self._snippet(*self._place(generation, number)) for number in numbers]
 
     def search(self, generation: int, text: str, rows: range, seconds: float) -> tuple[list[int], int]:
-        """Find a text, whatever its case, in a range of rows, last file first, for about `seconds`.
+        """Search a range of rows for a text, ignoring case, last file first, for about `seconds`.
 
-        Return the numbers of those that hold it, and the end of what is left, which is `rows.start` when all is done.
+        Return the numbers of the matches, and the end of the rows left to search, `rows.start` when none are left.
         """
         self._require(generation)
         deadline, found = time.monotonic() + seconds, list[int]()
@@ -134,15 +134,15 @@ class RowIndex:
             self.problems.append(str(error))
 
     def _clear(self) -> None:
-        self.problems: list[str] = []  # what could not be read
+        self.problems: list[str] = []  # with files that could not be read
         self._files: list[_File] = []
         self._waiting: deque[Path] = deque()
-        self._times: dict[str, int] = {}  # of folders, when they were last listed
-        self._stamps: dict[Path, Stamp] = {}  # of all files that were found
+        self._times: dict[str, int] = {}  # mtimes of folders when they were last listed
+        self._stamps: dict[Path, Stamp] = {}  # of all listed files
         self._segments_of.cache_clear()
 
     def _list(self) -> None:
-        """Queue the files that are new, or start again where one is gone."""
+        """Queue new files, or start again if a file is gone."""
         if self._folder.is_dir():
             with os.scandir(self._folder) as entries:
                 found = {entry.name: _stamp(Path(entry)) for entry in entries if entry.is_dir()}
@@ -198,9 +198,9 @@ def _read_segments(path: Path, group: int) -> pa.ChunkedArray | None:
 
 
 def _columns(path: Path) -> tuple[dict[str, Any], list[int]]:
-    """Return what the list shows of each row of a file, and where the file's row groups end.
+    """Return the columns of the rows of a file, and the ends of its row groups.
 
-    `staleness` is -1 where no update trained the row or its tokens are not stored, `step` is that of the folder's name.
+    `staleness` is -1 where no update trained the row or its tokens are not stored; `step` comes from the folder's name.
     """
     table, groups = read_columns(path, _COLUMNS)
     with reading(path, pa.ArrowException):
@@ -220,7 +220,7 @@ def _columns(path: Path) -> tuple[dict[str, Any], list[int]]:
 
 
 def _of_tokens(table: pa.Table) -> tuple[Any, Any, Any]:
-    """Return how many tokens of each row were sampled, how many it has, and the oldest version that sampled one."""
+    """Return the numbers of sampled and of all tokens of each row, and the oldest version that sampled a token."""
     masks, versions = (table.column(key).combine_chunks() for key in ("loss_mask", "versions"))
     offsets = np.asarray(masks.offsets).astype(np.int64)
     is_sampled = masks.values.to_numpy(zero_copy_only=False).astype(bool)
@@ -233,7 +233,7 @@ def _of_tokens(table: pa.Table) -> tuple[Any, Any, Any]:
 
 
 def _holding(path: Path, text: str) -> Any:
-    """Return the places of the rows in a file that hold a text."""
+    """Return the places of the rows of a file that contain a text."""
     table, _ = read_columns(path, ("segments",))
     if not table.column_names:
         return np.empty(0, np.int64)
@@ -248,7 +248,7 @@ def _holding(path: Path, text: str) -> Any:
 
 
 def _stamp(path: Path) -> Stamp | None:
-    """Return what differs when a file is replaced; nothing if it went away."""
+    """Return a value that changes when a file is replaced; None if the file is gone."""
     try:
         stat = path.stat()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""JSON of what the page is told. Names of files need not be UTF-8, and texts in JSON files may hold half characters."""
+"""JSON for the page. Names of files need not be UTF-8, and texts in JSON files may hold lone surrogates."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
 def to_json(value: Any) -> bytes:
-    """Return a value as JSON; what is no text in UTF-8 is escaped, and what is not finite is null."""
+    """Return a value as JSON; lone surrogates are escaped, and numbers that are not finite become null."""
     try:
         return orjson.dumps(value, option=_OPTIONS)
     except orjson.JSONEncodeError:
@@ -16,7 +16,7 @@ def to_json(value: Any) -> bytes:
 
 
 def readable(text: str) -> str:
-    """Return a text that is UTF-8: a half character becomes its escape."""
+    """Return a text that can be encoded in UTF-8: lone surrogates are escaped."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 

@@ -1,4 +1,4 @@
-"""A page about one run that needs nothing but itself: the viewer's page, with what it would ask a server for inside.
+"""A standalone page about a run: the viewer's page with all the data that it would request.
 
 `report.html` shows trajectories spread over the run's steps. Texts of models and data sets are data to the page, never
 markup.
@@ -55,7 +55,7 @@ def freeze(view: RunView, generation: int, numbers: Sequence[int]) -> str:
     files = {path.name: path.read_text(encoding="utf-8") for path in PAGE.iterdir()} | {"plotly.js": get_plotlyjs()}
     policy = f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
     title = f"{policy}\n<title>{html.escape(data['run']['title'])}"
-    inside = to_json(data).decode().replace("<", "\\u003c")  # in a script element only "<" could end the data
+    inside = to_json(data).decode().replace("<", "\\u003c")  # "</script>" would end the element
     page = re.sub("<title>[^<]*", lambda _: title, files["view.html"])
     page = page.replace("<script ", f'<script type="application/json" id="data">{inside}</script>\n<script ', 1)
     styles = '<link rel="stylesheet" href="files/(.*?)">'

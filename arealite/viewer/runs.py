@@ -1,6 +1,6 @@
-"""The runs that are shown, read from their folders; nothing there is ever changed.
+"""Reads runs from their folders, which are never changed.
 
-A run is known by its path below the viewer's folder, and only runs that were found there can be asked for.
+The name of a run is its path below the viewer's folder; only runs listed there can be requested.
 """
 
 import contextlib
@@ -30,12 +30,12 @@ from arealite.viewer.index import RowIndex
 from arealite.viewer.plain import readable
 from arealite.viewer.samples import cut_segments, evaluations
 
-MAX_UNTRAINED = 20_000  # prompts that wait, run, were rejected or failed: the newest are listed
-SLICE_S = 0.3  # how long a request indexes or searches before it says that there is more
+MAX_UNTRAINED = 20_000  # prompts, the newest: waiting, running, rejected or failed
+SLICE_S = 0.3  # a request indexes or searches for so long before it answers with a part
 _DEPTH = 3  # of runs below the folder: <fileroot>/<experiment>/<trial>
 _LAST_BYTES = 256 * 1024  # of the metrics: about a hundred rows
 _TOKENIZER = "tokenizer.json"
-_FROZEN_TOKENS = 400_000  # of which a frozen page has the numbers: 20 bytes each
+_FROZEN_TOKENS = 400_000  # with numbers in a standalone page: 20 bytes each
 _ISSUES = """
 SELECT epoch || '-' || idx AS prompt_id, ticket, state, reason, attempt, head_version, trained_version, latency_s,
     issued_unix_s, changed_unix_s
@@ -63,7 +63,7 @@ class Runs:
         self._lock = threading.Lock()
 
     def table(self) -> list[dict[str, Any]]:
-        """Return a line on each run, the one that changed last first; what is damaged in one hides no other."""
+        """Return a line on each run, the last changed first; damage in a run hides no other run."""
         with self._lock:
             for path in _run_folders(self._folder, _DEPTH):
                 if (name := readable(path.relative_to(self._folder).as_posix())) not in self._views:
@@ -73,7 +73,7 @@ class Runs:
         return sorted(lines, key=lambda line: -line["changed_unix_s"])
 
     def view(self, name: str) -> "RunView":
-        """Return a run that was found. Raises ConfigError."""
+        """Return a listed run. Raises ConfigError."""
         if name not in self._views:
             self.table()
         if name not in self._views:
@@ -84,7 +84,7 @@ class Runs:
 
 
 class RunView:
-    """One run; its methods may be called by several threads."""
+    """A run. Thread-safe."""
 
     def __init__(self, folder: Path, only: Collection[str] | None = None) -> None:
         """`only` names the folders of rollouts whose rows are shown (default: all)."""
@@ -93,7 +93,7 @@ class RunView:
         self._index = RowIndex(self._run.rollouts, only)
         self._metrics = MetricsTail(self._run.metrics)
         self._evaluations: dict[str, Any] | None = None
-        self._evaluated = "", True  # times of the folders that they were read from, and what they were called by
+        self._evaluated = "", True  # stamps of their folders, and whether scores are accuracies
 
     def exists(self) -> bool:
         return is_run(self._run.path)
@@ -110,9 +110,9 @@ class RunView:
             return changed | {"steps": 0, "reward": None, "held_out": "", "state": str(error)}
 
     def describe(self, tag: str) -> tuple[str, dict[str, Any] | None]:
-        """Return what the run was, with charts of its metrics, under a new tag; nothing if `tag` still holds."""
+        """Return a new tag and the summary of the run with its charts; None if the run has not changed since `tag`."""
         stamps = [_stamp(path) for path in (self._run.metrics, self._run.config, self._run.summary)]
-        with contextlib.suppress(FileError):  # which `describe` raises
+        with contextlib.suppress(FileError):  # `describe` raises it
             stamps.append(state_of(self._run))
         now = "-".join(stamps)
         if now == tag:
@@ -121,7 +121,7 @@ class RunView:
             return now, describe(self._run, self._metrics.read())
 
     def rows(self, generation: int, start: int) -> dict[str, Any]:
-        """Return the columns of the rows from `start` on, and whether the index has all that there are."""
+        """Return the columns of the rows from `start` on, and whether the index is complete."""
         with self._lock:
             is_complete = self._index.grow(SLICE_S)
             found = self._index.columns(generation, start)
@@ -132,19 +132,19 @@ class RunView:
             return self._index.snippets(generation, numbers)
 
     def search(self, generation: int, text: str, start: int, end: int) -> dict[str, Any]:
-        """Return rows from `start` to `end` that hold a text, and the end of what is still to be searched."""
+        """Return the rows from `start` to `end` that contain a text, and the end of the rows left to search."""
         with self._lock:
             rows, end = self._index.search(generation, text, range(start, end), SLICE_S)
         return {"rows": rows, "end": end}
 
     def row(self, generation: int, number: int) -> dict[str, Any]:
-        """Return one trajectory: what was given and sampled, the numbers of its tokens, and its prompt's state."""
+        """Return a trajectory: its texts, the numbers of its tokens, and the state of its prompt."""
         with self._lock:
             row = self._index.row(generation, number)
         return self._shown([row])[0]
 
     def frozen(self, generation: int, numbers: Sequence[int]) -> dict[str, Any]:
-        """Return all that the page asks for, of this run and some of its rows; long ones are cut."""
+        """Return all the data of a standalone page about some rows; long texts are cut."""
         numbers, num_tokens = sorted(numbers), 0
         with self._lock:
             stored = [*self._index.rows(generation, numbers)]
@@ -172,11 +172,11 @@ class RunView:
             return self._evaluations
 
     def prompt(self, prompt_id: str) -> list[dict[str, Any]]:
-        """Return what the ledger says of each issue of a prompt, with its samples and the attempts that failed."""
+        """Return each issue of a prompt in the ledger, with its samples and failed attempts."""
         return self._issues([prompt_id]).get(prompt_id, [])
 
     def _shown(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return what the page shows of stored rows; a damaged tokenizer or ledger hides nothing else."""
+        """Return the page's view of stored rows; a damaged tokenizer or ledger hides nothing else."""
         issues, texts = dict[str, list[dict[str, Any]]](), list[list[str] | None]()
         problems = [*dict.fromkeys(problem for row in rows for problem in row["problems"])]
         try:
@@ -194,7 +194,7 @@ class RunView:
             {
                 **_of_row(row),
                 "texts": text,
-                "prompt": issues.get(row["prompt_id"], []) if _is_trained(row) else [],  # others have the same names
+                "prompt": issues.get(row["prompt_id"], []) if _is_trained(row) else [],  # evaluations reuse the ids
                 "problems": problems,
             }
             for row, text in itertools.zip_longest(rows, texts)
@@ -217,7 +217,7 @@ class RunView:
         return found
 
     def untrained(self) -> list[dict[str, Any]]:
-        """Return the prompts that wait, run, were rejected or failed."""
+        """Return the prompts that are waiting, running, rejected or failed."""
         if not self._run.ledger.exists():
             return []
         with open_for_reading(self._run.ledger) as database:
@@ -225,7 +225,7 @@ class RunView:
 
 
 class MetricsTail:
-    """The rows of a file of metrics, of which only what was appended is read again."""
+    """The rows of a metrics file; only appended rows are read again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -233,7 +233,7 @@ class MetricsTail:
         self._inode, self._offset = 0, 0
 
     def read(self) -> list[dict[str, Any]]:
-        """Return all rows of now; a resumed run replaces its file, which then is read from the beginning."""
+        """Return all rows; a resumed run replaces its file, which is then read from the beginning."""
         if not self._path.exists():
             return []
         with reading(self._path), self._path.open("rb") as file:
@@ -253,13 +253,13 @@ def _run_folders(folder: Path, depth: int) -> list[Path]:
         if is_run(folder):
             return [folder]
         children = [child for child in folder.iterdir() if child.is_dir() and not child.name.startswith(".")]
-    except OSError:  # gone meanwhile, or not ours to read
+    except OSError:  # removed meanwhile, or not readable
         return []
     return [found for child in sorted(children) for found in _run_folders(child, depth - 1)] if depth else []
 
 
 def _last_numbers(path: Path) -> dict[str, Any]:
-    """Return steps and reward of the last row of a step that trained, and the last score of held-out rows.
+    """Return steps and reward of the last training step, and the last held-out score.
 
     Only the end of a large file is read: an evaluation before it is left out.
     """
@@ -271,22 +271,22 @@ def _last_numbers(path: Path) -> dict[str, Any]:
 
 
 def _last_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield whole rows of the end of a file of metrics, the last one first."""
+    """Yield the whole rows at the end of a metrics file, the last row first."""
     if not path.exists():
         return
     with path.open("rb") as file:
         start = max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES)
         file.seek(start)
         lines = file.read().rpartition(b"\n")[0].splitlines()
-    for line in reversed(lines[1:] if start else lines):  # the first one may have begun before
+    for line in reversed(lines[1:] if start else lines):  # the first row may begin earlier
         yield require_object(json.loads(line))
 
 
 def _of_row(row: dict[str, Any]) -> dict[str, Any]:
-    """Return what the page shows of a stored row, without what is read elsewhere."""
+    """Return the facts, texts and tokens of a stored row."""
     ids = row["input_ids"]
     if ids is not None and any(len(row[key] or ()) != len(ids) for key in PER_TOKEN):
-        ids = None  # not of our writer: which number is a token's is not known
+        ids = None  # not from our writer: numbers can't be matched to tokens
     more = {key: value for key, value in (row["more"] | row["update"]).items() if _is_per_token(value, ids)}
     facts = {
         key: value for key, value in row.items() if key not in (*PER_TOKEN, "segments", "more", "update", "problems")
@@ -300,7 +300,7 @@ def _of_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _taken(columns: dict[str, Any], numbers: Sequence[int]) -> dict[str, Any]:
-    """Return the columns of some rows, as those of a run that has no others."""
+    """Return the columns of some rows, renumbered from 0."""
     names = [name for name, count in columns["names"] for _ in range(count)]
     taken = [names[number] for number in numbers]
     lengths = [(name, len([*same])) for name, same in itertools.groupby(taken)]
@@ -319,7 +319,7 @@ def _stamp(path: Path) -> str:
 
 
 def _stat(path: Path) -> os.stat_result | None:
-    """Return the state of a file, or nothing where there is none (any more)."""
+    """Return the status of a file, None if it is missing."""
     try:
         return path.stat()
     except OSError:
@@ -340,14 +340,14 @@ def _tokenizer_file(run: RunFolder) -> Path | None:
     """Return the file of the tokenizer that a run used, of its model or of a checkpoint; nothing is downloaded."""
     with reading(run.config, yaml.YAMLError):
         config = require_object(yaml.safe_load(text_of(run.config)) or {})
-    blocks = ("actor", "model")
-    named = [config.get("tokenizer_path"), *((config.get(block) or {}).get("path") for block in blocks)]
-    for path in [str(path) for path in named if path]:
-        if (file := Path(path) / _TOKENIZER).exists():
-            return file
-        with contextlib.suppress(HFValidationError):  # the path is not a hub id
-            if isinstance(cached := try_to_load_from_cache(path, _TOKENIZER), str):
-                return Path(cached)
+        blocks = ("actor", "model")
+        named = [config.get("tokenizer_path"), *((config.get(block) or {}).get("path") for block in blocks)]
+        for path in [str(path) for path in named if path]:
+            if (file := Path(path) / _TOKENIZER).exists():
+                return file
+            with contextlib.suppress(HFValidationError):  # the path is not a hub id
+                if isinstance(cached := try_to_load_from_cache(path, _TOKENIZER), str):
+                    return Path(cached)
     saved = [folder / _TOKENIZER for folder in numbered(run.checkpoints, "step_").values()]
     return next((file for file in reversed(saved) if file.exists()), None)
 

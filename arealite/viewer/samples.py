@@ -1,4 +1,4 @@
-"""Selects stored samples: spread over training steps, and held-out prompts before and after."""
+"""Selects stored samples: spread over training steps, and of held-out prompts before and after training."""
 
 import itertools
 import math
@@ -9,7 +9,7 @@ from typing import Any
 from arealite.api.run_folder import numbered
 from arealite.rollout.account.rollout_file import batch_files, read_rows
 
-# By rewards of the first and the last completion, 1 for a correct one and 0 for a wrong one.
+# By the rewards of the first and the last completion: 1 is right, 0 wrong.
 CHANGES = {(0, 1): "learned", (1, 1): "kept", (1, 0): "lost", (0, 0): "never"}
 # By the sign of the difference between other rewards.
 DIFFERENCES = {1: "better", 0: "equal", -1: "worse"}
@@ -37,7 +37,7 @@ def spread_steps(folder: Path) -> dict[str, int]:
 def evaluations(folder: Path, *, is_binary: bool) -> dict[str, Any] | None:
     """Return completions of an evaluation, or of the first and the last evaluation of a training.
 
-    They are right or wrong if those of the whole run are (`is_binary`).
+    They are called right or wrong only if all rewards of the run are 0 or 1 (`is_binary`).
     """
     return examples(folder, is_binary=is_binary) or before_after(folder, is_binary=is_binary)
 
@@ -64,14 +64,14 @@ def before_after(folder: Path, *, is_binary: bool = True) -> dict[str, Any] | No
 
 
 def examples(folder: Path, *, is_binary: bool = True) -> dict[str, Any] | None:
-    """Return two completions of prompts of an evaluation: the greedy or the first one, and one with another reward if
-    there is any. `counts` says how many prompts are always, sometimes and never solved."""
+    """Return two completions per prompt of an evaluation: the greedy or the first one, and preferably one with another
+    reward. `counts` has the numbers of prompts that are always, sometimes and never solved."""
     found: dict[tuple[float, str], tuple[str, list[Answer]]] = {}
     counts = dict.fromkeys(("always", "sometimes", "unsolved"), 0)
     if not batch_files(folder / "sampled"):
         return None
     for prompt_id, group in itertools.groupby(read_rows(folder / "sampled"), key=lambda line: line["prompt_id"]):
-        last_rows = {line["sample"]: line for line in group}  # an answer is at the end of a run
+        last_rows = {line["sample"]: line for line in group}  # the last row of an episode has its answer
         answers = [(f"Sample {n + 1}", _reward(line), _segments(line)) for n, line in last_rows.items()]
         rewards = {reward for _, reward, _ in answers}
         is_binary &= rewards <= {0.0, 1.0}
@@ -99,7 +99,7 @@ def _first_answers(path: Path) -> dict[tuple[float, str], dict[str, Any]]:
 
 
 def _place(prompt_id: str) -> tuple[float, str]:
-    """Return where a prompt stands in its data set, whatever its epoch; ids that do not say so come last, by name."""
+    """Return the place of a prompt in its data set, in any epoch; other ids come last, by name."""
     match = re.fullmatch(r"-?\d{1,9}-(\d{1,15})", prompt_id, re.ASCII)
     return (int(match[1]), "") if match else (math.inf, prompt_id)
 
@@ -113,7 +113,7 @@ def _segments(line: dict[str, Any]) -> Segments:
 
 
 def _beside(before: Segments, after: Segments) -> dict[str, Any]:
-    """Return what was given first, and what followed in each, in turn: not all of it was sampled."""
+    """Return the first given text, and the segments that follow it in each completion."""
     (prompt, answered), (_, other) = _split(before), _split(after)
     return {"prompt": prompt, "before": answered, "after": other}
 
@@ -124,13 +124,13 @@ def _split(segments: Segments) -> tuple[str, Segments]:
 
 
 def cut_segments(parts: Segments) -> Segments:
-    """Return texts that were given and sampled in turn, together as long as a page can hold: many turns as few."""
+    """Return the segments, cut so that all turns together fit a page."""
     limit = 2 * MAX_CHARACTERS // max(2, len(parts))
     return [{kind: cut(text, limit) for kind, text in part.items()} for part in parts]
 
 
 def cut(text: str, limit: int) -> str:
-    """Return a text of at most `limit` characters, and how many it had more."""
+    """Return a text of at most `limit` characters, with the number of characters cut."""
     text = text.strip()
     rest = len(text) - limit
     return text if rest <= 0 else f"{text[:limit]}\n... {rest} more characters"

@@ -8,13 +8,12 @@ import shutil
 import sys
 import threading
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from testing_ports import held_port
 from testing_quickstart import CHAT_TEMPLATE, WORD_PROBLEMS, make_tiny_model
@@ -129,15 +128,6 @@ def test_a_config_that_cannot_be_read(check, tiny, capsys) -> None:
     assert "the entry script must be a file: got missing.py" in capsys.readouterr().err
 
 
-def test_a_class_of_the_script_has_groups_of_our_default_size(check, tiny) -> None:
-    config = CONFIG.replace("n_samples: 4, ", "")
-    assert config != CONFIG
-    entries = (ENTRY, ENTRY.replace("GRPOConfig", "MyConfig"))
-    shown = [check(tiny, "actor.mb_spec.max_tokens_per_mb=null", entry=entry, config=config)[1] for entry in entries]
-    plans = [text.partition("ok memory")[2] for text in shown]
-    assert plans[0] == plans[1] and "the run needs about" in plans[0]
-
-
 def test_processes_that_this_machine_cannot_run(check, tiny) -> None:
     status, shown = check(tiny, "allocation_mode=lite.d2t2+d2")
     assert status == 1 and "PROBLEM processes servers of lite must have p1t1" in shown
@@ -151,28 +141,6 @@ def test_processes_that_this_machine_cannot_run(check, tiny) -> None:
 def test_servers_alone_have_no_memory_plan(check, tiny) -> None:
     status, shown = check(tiny, "allocation_mode=lite.d1")
     assert status == 0 and "1 server and 0 trainer ranks" in shown and "memory" not in shown
-
-
-def test_a_mistyped_folder_is_asked_for_once_and_in_silence(check, monkeypatch, caplog) -> None:
-    """The hub is busy: an answer after which its client tries five times more, and says so."""
-    asked = []
-
-    class Busy(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            self.send_error(503)
-
-        def log_message(self, *_: object) -> None: ...
-
-        do_HEAD = do_GET
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Busy) as hub:
-        threading.Thread(target=hub.serve_forever, daemon=True).start()
-        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{hub.server_address[1]}")
-        status, shown = check(Path("tny"))
-        hub.shutdown()
-    assert status == 1 and "actor.path must be a folder, or a model of the hub that is downloaded or can be" in shown
-    assert [one for one in asked if "tny" in one] == ["/api/models/tny"] and "Retrying" not in shown + caplog.text
 
 
 def test_model_files_that_are_not_whole(check, model) -> None:

@@ -8,9 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from testing_rollouts import edit_rows, write_rows
 
 from arealite.api.io_struct import PromptId
+from arealite.cli.main import main
 from arealite.rollout.account.ledger import Ledger
 from arealite.rollout.prompts import Prompt, SampleRecord
 from arealite.rollout.staleness import StalenessAccount
@@ -78,14 +80,10 @@ def test_json_and_exit_status(tmp_path: Path) -> None:
     assert shown.returncode == 1 and shown.stdout.endswith("lost 1: 0-0\nrepeated 1: 0-5\n")
 
 
-def test_a_folder_without_a_ledger(tmp_path: Path) -> None:
-    shown = arealite("ledger", str(tmp_path))
-    assert shown.returncode == 2 and "LedgerError" in shown.stderr and "must exist" in shown.stderr
+def test_folders_without_a_ledger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ledger", str(tmp_path)]) == 2
+    assert "LedgerError: " in (error := capsys.readouterr().err) and "must exist" in error
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_run_of_fine_tuning_has_no_ledger(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    shown = arealite("ledger", str(tmp_path))
-    assert shown.returncode == 2
-    assert "a ledger belongs to a run that samples" in shown.stderr and "(fine-tuning)" in shown.stderr
+    assert main(["ledger", str(tmp_path)]) == 2
+    assert "a ledger belongs to a run that samples" in (error := capsys.readouterr().err) and "(fine-tuning)" in error

@@ -76,15 +76,6 @@ def test_one_group_does_one_call_after_the_other(num_ranks: int, price: dict[str
     assert graph_s(layout(f"actor.ranks={num_ranks}"), price) == pytest.approx(all_calls)
 
 
-@given(ranks, ranks, st.integers(2, 4), prices)
-def test_more_ranks_for_every_group_are_never_slower(
-    actor: int, critic: int, factor: int, price: dict[str, Cost]
-) -> None:
-    few = layout(f"actor.ranks={actor}", f"critic.ranks={critic}")
-    many = tuple(replace(group, num_ranks=factor * group.num_ranks) for group in few)
-    assert graph_s(many, price) < graph_s(few, price)
-
-
 @settings(max_examples=15, deadline=None)
 @given(ranks, st.one_of(st.none(), ranks), prices)
 def test_the_layout_of_a_run_is_predicted_as_measured(actor: int, critic: int | None, price: dict[str, Cost]) -> None:

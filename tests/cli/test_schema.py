@@ -13,7 +13,15 @@ from arealite.cli.main import main
 from arealite.cli.schema import CLASSES, schema
 
 CONFIGS = Path(__file__).parents[2] / "examples/arealite/configs"
-KINDS = {"gsm8k_grpo": "grpo", "gsm8k_ppo": "ppo", "gsm8k_sft": "sft", "dpo": "dpo", "reward_model": "rw"}
+KINDS = {
+    "gsm8k_grpo": "grpo",
+    "gsm8k_ppo": "ppo",
+    "gsm8k_sft": "sft",
+    "dpo": "dpo",
+    "reward_model": "rw",
+    "distill": "distill",
+    "evaluate": "eval",
+}
 VALIDATORS: dict[str, Draft7Validator] = {}
 
 
@@ -29,11 +37,11 @@ def mistakes(tree: Any, kind: str = "grpo") -> list[str]:
     return sorted(found)
 
 
-@pytest.mark.parametrize("name", [*KINDS, "evaluate"])
+@pytest.mark.parametrize("name", KINDS)
 def test_the_configs_of_examples_are_valid(name: str) -> None:
     for suffix in ("", "_cpu"):
         tree = yaml.safe_load((CONFIGS / f"{name}{suffix}.yaml").read_text())
-        assert mistakes(tree, KINDS.get(name, "eval")) == []
+        assert mistakes(tree, KINDS[name]) == []
 
 
 @pytest.mark.parametrize(
@@ -93,8 +101,3 @@ def test_a_class_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     for wrong in ("grop", f"{tmp_path}/own_config.py:function"):
         assert main(["schema", wrong]) == 2
         assert f"or FILE.py:CLASS of a config class: got {wrong}. Correct it." in capsys.readouterr().err
-
-
-def test_the_config_of_distillation_is_valid() -> None:
-    for suffix in ("", "_cpu"):
-        assert mistakes(yaml.safe_load((CONFIGS / f"distill{suffix}.yaml").read_text()), "distill") == []

@@ -1,7 +1,7 @@
-"""`arealite check`: preflight: find what would make a run fail, before it starts.
+"""Finds what would make a run fail, before it starts.
 
-Every check looks at the real thing. Nothing is started except servers' parsers, and nothing is downloaded except what
-describes a model (its configs and tokenizer) and data sets.
+The checks use the real model, tokenizer, data and reward. Only the parsers of servers are started, and only configs,
+tokenizers and data sets are downloaded.
 """
 
 import asyncio
@@ -40,41 +40,41 @@ _HEALTH_S = 10.0
 def check(entry: str, argv: Sequence[str], *, preflight: Node | bool = False) -> int:
     """Check the run that the launcher would start with these arguments, print the findings, return the exit status.
 
-    A preflight leaves out what is slow and what the launcher itself looks at, and prints problems and warnings only. If
-    it is of a node, on which the run starts, the memory plan must fit all that the node has: others may end in time.
+    A preflight skips slow checks and those that the launcher itself does, and prints only problems and warnings. If it
+    is of the node on which the run starts, the memory plan must fit the whole memory: other programs may end in time.
     """
     datasets.logging.set_verbosity_error()
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()  # one line per finding
     transformers_logging.set_verbosity_error()
-    hub_logging.set_verbosity_error()  # of what it tries again
+    hub_logging.set_verbosity_error()  # it reports retries
     transformers_logging.disable_progress_bar()
     script = entry_script(entry)
     calls = script_calls(script)
     names = {last_name(call.func) for call in calls}
-    config, found = load_run_config(argv, script), Findings(is_brief=preflight is not False)
+    config, findings = load_run_config(argv, script), Findings(is_brief=preflight is not False)
     if script == Path(own_trainer.__file__):
-        found.look("trainer", check_trainer, argv)
-    found.look("graph", check_declared, argv, script)
+        findings.look("trainer", check_trainer, argv)
+    findings.look("graph", check_declared, argv, script)
     if preflight is False:
-        plan = found.look("processes", _check_processes, config)
+        plan = findings.look("processes", _check_processes, config)
         if plan is not None:
-            found.look("server", _check_server, config, plan)
-    found.look("outputs", check_outputs, config)
-    model = found.look("model", check_model, config)
+            findings.look("server", _check_server, config, plan)
+    findings.look("outputs", check_outputs, config)
+    model = findings.look("model", check_model, config)
     if model is not None:
-        found.look("weights", check_weights, config, model)
+        findings.look("weights", check_weights, config, model)
         longest, row = 0, None
-        if (tokenizer := found.look("tokenizer", check_tokenizer, config, model)) is not None:
-            found.look("template", check_template, config, model, tokenizer, names)
-            longest, row = found.look("data", check_data, config, model, tokenizer, names) or (0, None)
-            found.look("reward", check_reward, config, script, calls, row, tokenizer)
+        if (tokenizer := findings.look("tokenizer", check_tokenizer, config, model)) is not None:
+            findings.look("template", check_template, config, model, tokenizer, names)
+            longest, row = findings.look("data", check_data, config, model, tokenizer, names) or (0, None)
+            findings.look("reward", check_reward, config, script, calls, row, tokenizer)
         if preflight is not True:
-            found.look("memory", check_memory, config, model, longest, preflight_on=preflight or None)
-    return 1 if found.summarize() else 0
+            findings.look("memory", check_memory, config, model, longest, preflight_on=preflight or None)
+    return 1 if findings.summarize() else 0
 
 
-def _check_processes(found: Findings, config: Config) -> Plan:
+def _check_processes(findings: Findings, config: Config) -> Plan:
     plan = checked_plan(config)
     if plan.num_nodes == 1:
         LocalPlace().check(config, plan)
@@ -88,27 +88,27 @@ def _check_processes(found: Findings, config: Config) -> Plan:
     if plan.groups:
         sizes = ", ".join(f"{one.name}: {one.num_ranks}" for one in plan.groups)
         ranks = f"a master with {counted(plan.num_workers, 'worker')} ({sizes})"
-    found.add("ok", f"{config.allocation_mode}: {servers}{ranks} {where}")
-    found.console.print("", placements(config, plan, this_node()), "")
+    findings.add("ok", f"{config.allocation_mode}: {servers}{ranks} {where}")
+    findings.console.print("", placements(config, plan, this_node()), "")
     return plan
 
 
-def _check_server(found: Findings, config: Config, plan: Plan) -> None:
-    """Ask servers for their health, or the program that will run what it says of its flags and of the model."""
+def _check_server(findings: Findings, config: Config, plan: Plan) -> None:
+    """Ask running servers for their health, or the server program to check its flags and the model."""
     if foreign := foreign_servers(config):
-        asyncio.run(_ask_health(found, foreign))
+        asyncio.run(_ask_health(findings, foreign))
     elif plan.servers and not config.server_kind.is_embedded:
-        _ask_program(found, config, plan)
+        _ask_program(findings, config, plan)
 
 
-async def _ask_health(found: Findings, addresses: Sequence[str]) -> None:
+async def _ask_health(findings: Findings, addresses: Sequence[str]) -> None:
     async with open_session(secret_of_environment()) as session:
         for address in addresses:
             await ServerConnection(session, address, deadline_in(_HEALTH_S)).request("GET", "/health")
-            found.add("ok", f"{address} is healthy; its flags were not checked")
+            findings.add("ok", f"{address} is healthy; its flags were not checked")
 
 
-def _ask_program(found: Findings, config: Config, plan: Plan) -> None:
+def _ask_program(findings: Findings, config: Config, plan: Plan) -> None:
     devices = plan.servers[0].devices
     command = ServerProgram(config).command(index=0, num_gpus=max(1, len(devices)))
     command.insert(command.index("-m") + 2, "--check")
@@ -124,7 +124,7 @@ def _ask_program(found: Findings, config: Config, plan: Plan) -> None:
     if done.returncode != 0:
         refusal = next((line.partition("ConfigError: ")[2] for line in lines if "ConfigError: " in line), "")
         crash = f"exit status {done.returncode}: {lines[-1]}"
-        found.add("problem", refusal or crash, "" if refusal else f"Run it by hand: {' '.join(command)}")
+        findings.add("problem", refusal or crash, "" if refusal else f"Run it by hand: {' '.join(command)}")
         return
-    told = json.loads(lines[-1])
-    found.add("ok", f"{told['program']} {told['version']}, which understands its flags")
+    server = json.loads(lines[-1])
+    findings.add("ok", f"{server['program']} {server['version']}, which understands its flags")

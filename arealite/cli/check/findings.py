@@ -1,4 +1,4 @@
-"""What the checks of `arealite check` find: printed as it is found, counted at the end."""
+"""The findings of `arealite check`: printed at once, counted at the end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found, and what to do about it."""
+    """A result of a check, and its fix."""
 
     level: Level
     text: str
@@ -42,7 +42,7 @@ class Findings:
     def look(
         self, topic: str, check: Callable[Concatenate[Findings, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T | None:
-        """Make a check. Whatever a model, a data set or a server does instead of passing is a problem of the run."""
+        """Run a check. Any error of a model, a data set or a server is a problem of the run."""
         self._topic = topic
         try:
             with self.console.status(f"checking the {topic}"):
@@ -52,12 +52,12 @@ class Findings:
         return None
 
     def add(self, level: Level, text: str, fix: str = "") -> None:
-        """Print a finding of the check that is being made; between checks, of the run."""
+        """Print a finding of the current check, or of the run between checks."""
         self.all.append(Finding(level, text, fix))
         if self.is_brief and level != "ok":
             end = "" if text.endswith("?") else "."
-            told = f"{level}: {self._topic}: {text.rstrip('.')}{end} {fix}"
-            print(" ".join(told.split()), file=sys.stderr, flush=True)
+            sentence = f"{level}: {self._topic}: {text.rstrip('.')}{end} {fix}"
+            print(" ".join(sentence.split()), file=sys.stderr, flush=True)
         mark, style = _STYLES[level]
         line = Table.grid(Column(width=len("PROBLEM")), Column(width=9), Column(overflow="fold"), padding=(0, 1))
         line.add_row(Text(mark, style=style), Text(self._topic, style="bold"), Text(text))
@@ -68,8 +68,8 @@ class Findings:
     def summarize(self) -> bool:
         """Print the numbers of problems and warnings; return whether there are problems."""
         problems, warnings = (sum(finding.level == level for finding in self.all) for level in ("problem", "warning"))
-        told = f"\n{counted(problems, 'problem')}, {counted(warnings, 'warning')}"
-        self.console.print(Text(told, style="bold red" if problems else "bold green"))
+        total = f"\n{counted(problems, 'problem')}, {counted(warnings, 'warning')}"
+        self.console.print(Text(total, style="bold red" if problems else "bold green"))
         return problems > 0
 
 

@@ -1,4 +1,4 @@
-"""The memory plan: what trainer ranks and servers need, compared with this node's GPUs or, on the CPU, its memory."""
+"""The memory plan: the needs of trainer ranks and servers, compared with the GPUs or, on the CPU, the host's memory."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,8 +28,8 @@ from arealite.planner.memory import (
 from arealite.utils.devices import Node, this_node
 
 GIB = 2**30
-_TIGHT = 0.85  # of a device; what the plan leaves out needs the rest
-_SERVER_SHARE = 0.9  # of a GPU that SGLang and vLLM take unless told
+_TIGHT = 0.85  # of a device; the plan omits allocator and library overhead
+_SERVER_SHARE = 0.9  # of a GPU: default of SGLang and vLLM
 _MORE_RANKS = "{more}, use a smaller model, or {key}.fsdp.offload_params=true."
 _MOMENT_BYTES = {"adam": FLOAT32, "adam_bf16": 2, "adam_8bit": 1}
 _KNOBS = {
@@ -41,16 +41,16 @@ _KNOBS = {
     "its server": "Lower what servers take: sglang.mem_fraction_static or vllm.gpu_memory_utilization.",
 }
 
-Parts = dict[str, int]  # bytes by what they are for
+Parts = dict[str, int]  # bytes by purpose
 
 
 @dataclass(frozen=True)
 class _Ranks:
-    """What each rank of a group holds all the time, and on top in a step of sequences of full length."""
+    """The memory that each rank of a group always holds, and needs on top in a step of full-length sequences."""
 
     who: str
     key: str  # of the block whose step takes most
-    more: str  # what to change for more of them
+    more: str  # how to get more ranks
     count: int
     offloads: bool
     state: Parts
@@ -58,22 +58,24 @@ class _Ranks:
 
 
 def check_memory(
-    found: Findings,
+    findings: Findings,
     config: Config,
     model: PreTrainedModel,
     longest_prompt: int,
     *,
     preflight_on: Node | None = None,
 ) -> None:
-    """Plan a run that trains for what is free of this node, or before a run for all that it has, and print the plan."""
+    """Print the memory plan of a run that trains, for this node's free memory, or for all of it in a preflight."""
     if config.allocation_mode and AllocationMode.from_str(config.allocation_mode).train_world_size > 0:
         node = preflight_on or this_node()
         used = {device for one in make_plan(config).placements for device in one.devices}
         gpus = [gpu for number, gpu in enumerate(node.gpus) if number in used or not used]
         for gpu in gpus:
             if gpu.free < _TIGHT * gpu.memory:
-                told = f"GPU {gpu.index} has {gpu.free / GIB:.1f} of {gpu.memory / GIB:.1f} GiB free"
-                found.add("warning", told, "End what uses it (nvidia-smi), or choose others by CUDA_VISIBLE_DEVICES.")
+                text = f"GPU {gpu.index} has {gpu.free / GIB:.1f} of {gpu.memory / GIB:.1f} GiB free"
+                findings.add(
+                    "warning", text, "End what uses it (nvidia-smi), or choose others by CUDA_VISIBLE_DEVICES."
+                )
         shape, (_, block) = model_shape(model), config.trained
         paths = {role: path for role in _beside(config) if (path := _path(config, role)) not in (None, block.path)}
         attention = model.config._attn_implementation
@@ -81,12 +83,12 @@ def check_memory(
         new = config.sampling.max_new_tokens if config.sampling is not None else 0
         longest = int(min(longest_prompt + new, context_of(config, model)))
         room = [gpu.free if preflight_on is None else gpu.memory for gpu in gpus]
-        plan = plan_memory(found, config, shape, longest, gpus=room, host=node.memory, free=node.free, others=others)
-        found.console.print("", plan)
+        plan = plan_memory(findings, config, shape, longest, gpus=room, host=node.memory, free=node.free, others=others)
+        findings.console.print("", plan)
 
 
 def plan_memory(
-    found: Findings,
+    findings: Findings,
     config: Config,
     shape: ModelShape,
     longest: int,
@@ -96,8 +98,8 @@ def plan_memory(
     free: int | None = None,
     others: Mapping[str, ModelShape] | None = None,
 ) -> Table:
-    """Add up what trainer ranks or workers and servers need, hold it against the bytes of the devices, and return the
-    plan; `free` is what others leave of the host now, `others` the shapes of roles whose model is not the trained."""
+    """Add up the needs of trainer ranks or workers and servers, compare them with the bytes of the devices, and return
+    the plan; `free` is the host's free memory now, `others` the shapes of roles whose model is not the trained one."""
     mode, key = AllocationMode.from_str(config.allocation_mode), config.trained[0]
     groups = _groups(config, {key: shape, **(others or {})}, longest, mode.train_world_size)
     server, kv_token = _server_parts(config, shape, longest, mode)
@@ -110,22 +112,22 @@ def plan_memory(
             for name, size in (group.state | group.step).items():
                 together[name] = together.get(name, 0) + size * group.count
         together |= {f"servers' {name}": size * mode.gen_dp_size for name, size in server.items()}
-        _fit(found, "the run", together, host, groups[0])
-        _leave_room(found, sum(together.values()), host, free)
+        _fit(findings, "the run", together, host, groups[0])
+        _leave_room(findings, sum(together.values()), host, free)
     elif not gpus:
-        found.add("warning", "no GPU here to hold the plan against", "Compare it with the GPUs you will use.")
+        findings.add("warning", "no GPU here to hold the plan against", "Compare it with the GPUs you will use.")
     else:
         for group in groups:
-            _fit(found, group.who, group.step if group.offloads else group.state | group.step, min(gpus), group)
+            _fit(findings, group.who, group.step if group.offloads else group.state | group.step, min(gpus), group)
             if mode.takes_turns:
                 awake = {"its server": int(min(gpus) * _server_share(config))} | ({} if group.offloads else group.state)
-                _fit(found, f"{group.who} beside its server that is awake", awake, min(gpus), group)
+                _fit(findings, f"{group.who} beside its server that is awake", awake, min(gpus), group)
             if group.offloads:
                 whole = {name: size * group.count for name, size in group.state.items()}
-                _fit(found, "the host", whole, host, group)
-                _leave_room(found, sum(whole.values()), host, free)
+                _fit(findings, "the host", whole, host, group)
+                _leave_room(findings, sum(whole.values()), host, free)
         if server:
-            _fit_completions(found, config, server, kv_token, longest, min(gpus))
+            _fit_completions(findings, config, server, kv_token, longest, min(gpus))
     return _plan(groups, server, mode.gen_world_size)
 
 
@@ -141,13 +143,13 @@ def _path(config: Config, role: str) -> str | None:
 
 
 def _block(config: Config, role: str) -> TrainEngineConfig:
-    """Return the block of a role; one that its script alone reads is taken for that of the trained model."""
+    """Return the block of a role; a block that only the script reads is replaced by that of the trained model."""
     block = getattr(config, role)
     return block if isinstance(block, TrainEngineConfig) else config.trained[1]
 
 
 def _groups(config: Config, shapes: Mapping[str, ModelShape], longest: int, ranks: int) -> list[_Ranks]:
-    """Return the ranks of a script, which have all roles, or the groups of workers."""
+    """Return the ranks of a script, each with all roles, or the groups of workers."""
     key, roles = config.trained[0], (config.trained[0], *_beside(config))
     shapes = dict.fromkeys(roles, replace(shapes[key], num_frozen=0)) | dict(shapes)
     if config.workers is None:
@@ -157,16 +159,16 @@ def _groups(config: Config, shapes: Mapping[str, ModelShape], longest: int, rank
             (f"a worker of {one.name}", f"Raise workers.{one.name}.ranks", one.roles, one.num_ranks)
             for one in make_layout(config, roles)
         ]
-    found = []
+    ranks_of_groups = []
     for who, more, held, count in groups:
         first, *_ = own = [role for role in roles if role in held]  # the policy, else the critic
         state, step = _state(config, shapes, own, count), _step(config, shapes[first], longest, first, count)
-        found.append(_Ranks(who, first, more, count, _block(config, first).fsdp.offload_params, state, step))
-    return found
+        ranks_of_groups.append(_Ranks(who, first, more, count, _block(config, first).fsdp.offload_params, state, step))
+    return ranks_of_groups
 
 
 def _state(config: Config, shapes: Mapping[str, ModelShape], roles: Iterable[str], ranks: int) -> Parts:
-    """Add up what a rank holds of its roles, which take turns."""
+    """Add up the memory that a rank holds for its roles."""
     trained, state = config.trained[0], Parts()
     for role in roles:
         block = _block(config, role)
@@ -183,7 +185,7 @@ def _state(config: Config, shapes: Mapping[str, ModelShape], roles: Iterable[str
 
 
 def _step(config: Config, shape: ModelShape, longest: int, role: str, ranks: int) -> Parts:
-    """Return what a rank needs in a step of sequences of full length: a frozen role keeps one layer, and no logits."""
+    """Return the needs of a rank in a step of full-length sequences: a frozen role keeps one layer, and no logits."""
     block = _block(config, role)
     is_trained, rows = role in (config.trained[0], "critic"), config.train_dataset.batch_size
     if config.rollout is not None and config.sampling is not None:
@@ -209,7 +211,7 @@ def _step(config: Config, shape: ModelShape, longest: int, role: str, ranks: int
 
 
 def _server_parts(config: Config, shape: ModelShape, longest: int, mode: AllocationMode) -> tuple[Parts, int]:
-    """Return what a GPU of a server needs (all of a server on a CPU), and of it the bytes per token."""
+    """Return the needs of a GPU of a server (of the whole server on a CPU), and the cache's bytes per token."""
     rollout, sampling = config.rollout, config.sampling
     if rollout is None or sampling is None or mode.gen_dp_size == 0 or foreign_servers(config):
         return {}, 0
@@ -234,50 +236,50 @@ def _server_parts(config: Config, shape: ModelShape, longest: int, mode: Allocat
 
 
 def _colocated_parts(config: Config, weights: int, shape: ModelShape) -> Parts:
-    """Return what weights take beside the trainer's own, of a server in its process: nothing, or a copy in the server's
-    dtype, and in a publication one more in the dtype that is published."""
+    """Return the weights of a server in the trainer's process beside the trainer's own: none, or a copy in the server's
+    dtype, and during a publication another in the published dtype."""
     trained = config.trained[1]
     if trained.lora is None and trained.dtype == config.lite.dtype == "float32":
         return {}
     return {"weights": weights, "next weights": shape.num_parameters * getattr(torch, trained.dtype).itemsize}
 
 
-def _fit(found: Findings, who: str, parts: Parts, device: int, ranks: _Ranks) -> None:
-    """Hold the sum of the parts against a device; what does not fit names the knob of the largest part."""
+def _fit(findings: Findings, who: str, parts: Parts, device: int, ranks: _Ranks) -> None:
+    """Compare the sum of the parts with a device; if it does not fit, name the knob of the largest part."""
     needed = sum(parts.values())
-    told = f"{who} needs about {needed / GIB:.2f} of {device / GIB:.1f} GiB"
+    text = f"{who} needs about {needed / GIB:.2f} of {device / GIB:.1f} GiB"
     if needed <= _TIGHT * device:
-        return found.add("ok", told)
+        return findings.add("ok", text)
     largest = max(parts, key=lambda name: parts[name])
-    told += f", most of it {largest} ({parts[largest] / GIB:.2f})"
-    found.add(
+    text += f", most of it {largest} ({parts[largest] / GIB:.2f})"
+    findings.add(
         "problem" if needed > device else "warning",
-        told,
+        text,
         _KNOBS.get(largest, _MORE_RANKS).format(key=ranks.key, more=ranks.more),
     )
 
 
-def _leave_room(found: Findings, needed: int, host: int, free: int | None) -> None:
-    """Warn where the host has the memory, and others use it."""
+def _leave_room(findings: Findings, needed: int, host: int, free: int | None) -> None:
+    """Warn if the host has the memory but other programs use it."""
     if free is not None and free < needed <= host:
-        told = f"{free / GIB:.1f} of {host / GIB:.1f} GiB of the host are free now, and {needed / GIB:.2f} are needed"
-        found.add("warning", told, "End what uses them before the run starts.")
+        text = f"{free / GIB:.1f} of {host / GIB:.1f} GiB of the host are free now, and {needed / GIB:.2f} are needed"
+        findings.add("warning", text, "End what uses them before the run starts.")
 
 
-def _fit_completions(found: Findings, config: Config, server: Parts, kv_token: int, longest: int, gpu: int) -> None:
-    """Compare the cache that a server has room for with the completions it must hold at once."""
+def _fit_completions(findings: Findings, config: Config, server: Parts, kv_token: int, longest: int, gpu: int) -> None:
+    """Compare the cache that fits a server with the completions it must hold at once."""
     room = (int(gpu * _server_share(config)) - sum(server.values()) + server["cache"]) // kv_token
     asked = server["cache"] // kv_token
     level: Level = "problem" if room < longest else "warning" if room < asked else "ok"
-    told = (
+    text = (
         f"a server's cache holds {max(room, 0):,} of the {asked:,} tokens asked for at once, {longest:,} a completion"
     )
     knobs = "Raise t of the servers in allocation_mode, or lower gconfig.max_new_tokens or max_concurrent_rollouts."
-    found.add(level, told, "" if level == "ok" else knobs)
+    findings.add(level, text, "" if level == "ok" else knobs)
 
 
 def _server_share(config: Config) -> float:
-    """Return the share of a GPU that a server takes while it is awake."""
+    """Return the share of a GPU of a server that is awake."""
     program, takes_turns = ServerProgram(config), AllocationMode.from_str(config.allocation_mode).takes_turns
     return float(program.flags.get(program.kind.memory_flag) or (SHARED_MEMORY if takes_turns else _SERVER_SHARE))
 

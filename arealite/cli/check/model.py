@@ -1,4 +1,4 @@
-"""Checks of the model that is trained, and of what it reads and writes: tokenizer, chat template, first rows."""
+"""Checks of the trained model, its tokenizer and chat template, and the first rows of data."""
 
 import contextlib
 import copy
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
@@ -28,22 +27,19 @@ from arealite.planner.memory import model_shape
 from arealite.utils.hf import load_hf_tokenizer, load_image_processor
 from arealite.utils.images import sees_images
 
-_HUB_S = 10.0  # for the hub to answer
 _KEEP_TOKENS = {
     *("RLVRWorkflow", "VisionRLVRWorkflow", "MultiTurnWorkflow", "ToolWorkflow", "EnvWorkflow", "AgentWorkflow"),
 }
 """Workflows that append to what was sampled, whatever the template makes of it."""
-_MAX_ROWS = 256  # of a data set that are read
+_MAX_ROWS = 256  # read of a data set
 
 
-def check_model(found: Findings, config: Config) -> PreTrainedModel:
+def check_model(findings: Findings, config: Config) -> PreTrainedModel:
     """Build the architecture without its weights."""
     key, block = config.trained
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     attention, _ = pick_attention(block.attn_impl, device, getattr(torch, block.dtype))
     try:
-        if "/" not in block.path and not Path(block.path).is_dir():
-            _ask_hub_once(block.path)
         model = build_meta_model(block.path, attention, has_value_head=block.HAS_VALUE_HEAD)
     except OSError as error:
         if Path(block.path).is_dir():
@@ -57,27 +53,17 @@ def check_model(found: Findings, config: Config) -> PreTrainedModel:
     shape = model_shape(model)
     size = f"{shape.num_parameters / 1e6:,.3g} million parameters in {counted(shape.num_layers, 'layer')}"
     size += f", {shape.num_frozen / shape.num_parameters:.1%} of them frozen" if shape.num_frozen else ""
-    found.add("ok", f"{type(model).__name__}: {size}, {'tied' if shape.is_tied else 'untied'} embeddings")
+    findings.add("ok", f"{type(model).__name__}: {size}, {'tied' if shape.is_tied else 'untied'} embeddings")
     return model
 
 
-def _ask_hub_once(path: str) -> None:
-    """Raise OSError unless the hub has the model: a name without an owner is more often a mistyped folder."""
-    if isinstance(try_to_load_from_cache(path, "config.json"), str):
-        return
-    try:
-        HfApi().model_info(path, timeout=_HUB_S)
-    except Exception as error:  # of the hub, of its client, or of the library that this uses
-        raise OSError(f"the hub has no such model, or can't be reached: {error}") from error
-
-
-def check_weights(found: Findings, config: Config, model: PreTrainedModel) -> None:
+def check_weights(findings: Findings, config: Config, model: PreTrainedModel) -> None:
     """Compare the headers of the safetensors files with the architecture."""
     key, block = config.trained
     folder = Path(block.path)
     if block.init_from_scratch or not folder.is_dir():
         source = f"random ({key}.init_from_scratch)" if block.init_from_scratch else "of the hub"
-        return found.add("ok", f"{source}; files are not looked at")
+        return findings.add("ok", f"{source}; files are not looked at")
     files = sorted(folder.glob("*.safetensors"))
     stored: dict[str, tuple[int, ...]] = {}
     for file in files:
@@ -85,39 +71,41 @@ def check_weights(found: Findings, config: Config, model: PreTrainedModel) -> No
             with safe_open(file, framework="pt") as opened:
                 stored |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
         except SafetensorError as error:
-            found.add("problem", f"{file} must be a whole safetensors file: got {error}", "Download it again.")
+            findings.add("problem", f"{file} must be a whole safetensors file: got {error}", "Download it again.")
     expected = checkpoint_shapes(model)
     if not is_classifier(AutoConfig.from_pretrained(folder, trust_remote_code=False)):
         expected.pop(HEAD, None)  # it starts at 0
     wrong = [f"{name} is missing" for name in expected if name not in stored]
     wrong += [f"{n} is {list(stored[n])}, not {list(s)}" for n, s in expected.items() if stored.get(n, s) != s]
     if wrong:
-        told = f"{len(wrong)} of {len(expected)} tensors are not those of the architecture: {'; '.join(wrong[:3])}"
-        found.add("problem", told, f"Save or download the model in {folder} again; what is missing is random.")
+        text = f"{len(wrong)} of {len(expected)} tensors are not those of the architecture: {'; '.join(wrong[:3])}"
+        findings.add("problem", text, f"Save or download the model in {folder} again; what is missing is random.")
     else:
-        found.add("ok", f"all {len(expected)} tensors in {counted(len(files), 'safetensors file')}")
+        findings.add("ok", f"all {len(expected)} tensors in {counted(len(files), 'safetensors file')}")
 
 
-def check_tokenizer(found: Findings, config: Config, model: PreTrainedModel) -> Any:
-    """Load the tokenizer, all of whose tokens the model must know."""
+def check_tokenizer(findings: Findings, config: Config, model: PreTrainedModel) -> Any:
+    """Load the tokenizer and compare its size with the model's embeddings."""
     tokenizer = load_hf_tokenizer(config.tokenizer_path)
     size, rows = len(tokenizer), model.get_input_embeddings().weight.shape[0]
     if size > rows:
-        found.add(
+        findings.add(
             "problem",
             f"the tokenizer has {size:,} tokens and the model embeddings for {rows:,}",
             "Set tokenizer_path to the model's own tokenizer, or give the model more embeddings.",
         )
     else:
-        found.add("ok", f"{size:,} tokens of {rows:,} that the model has")
+        findings.add("ok", f"{size:,} tokens of {rows:,} that the model has")
     return tokenizer
 
 
-def check_template(found: Findings, config: Config, model: PreTrainedModel, tokenizer: Any, calls: set[str]) -> None:
-    """Issue the chat-template certificate; `calls` are the names that the entry script calls."""
+def check_template(findings: Findings, config: Config, model: PreTrainedModel, tokenizer: Any, calls: set[str]) -> None:
+    """Report the chat-template certificate; `calls` are the names that the entry script calls."""
     if tokenizer.chat_template is None:
-        told = "the tokenizer has none: prompts are plain texts, without roles"
-        return found.add("warning", told, "Add chat_template.jinja to tokenizer_path if the model is one to chat with.")
+        text = "the tokenizer has none: prompts are plain texts, without roles"
+        return findings.add(
+            "warning", text, "Add chat_template.jinja to tokenizer_path if the model is one to chat with."
+        )
     end_ids = _end_ids(config, model, tokenizer)
     certificate = certify(tokenizer, end_ids=end_ids)
     workflows = {name for name in calls if name.endswith("Workflow")}
@@ -127,51 +115,51 @@ def check_template(found: Findings, config: Config, model: PreTrainedModel, toke
         (kind, change), *others = certificate.breaks.items()
         same = f" The same with {', '.join(other for other, _ in others)}." if others else ""
         need = "No matter for workflows like this run's" if keeps_tokens else "This run may be multi-turn"
-        found.add(
+        findings.add(
             "warning" if keeps_tokens else "problem",
             f"not append-only: with {kind}, {change}{same}{refused}",
             f"{need}. A multi-turn workflow must keep the sampled tokens and append only what is new to them, or use a "
             "template that never rewrites a turn (tokenizer_path=<folder with another chat_template.jinja>).",
         )
     else:
-        found.add("ok", f"append-only{refused}")
-    _check_turns(found, tokenizer, is_agent="AgentWorkflow" in workflows)
-    _check_end(found, config, tokenizer, certificate, end_ids)
-    for text, back in list(certificate.garbled.items())[:1]:
-        told = f"{text!r} comes back from the tokenizer as {back!r}, so rewards see other text than was sampled"
-        found.add("warning", told, "Use a tokenizer that keeps every character (byte-level).")
+        findings.add("ok", f"append-only{refused}")
+    _check_turns(findings, tokenizer, is_agent="AgentWorkflow" in workflows)
+    _check_end(findings, config, tokenizer, certificate, end_ids)
+    for sampled, back in list(certificate.garbled.items())[:1]:
+        text = f"{sampled!r} comes back from the tokenizer as {back!r}, so rewards see other text than was sampled"
+        findings.add("warning", text, "Use a tokenizer that keeps every character (byte-level).")
 
 
-def _check_turns(found: Findings, tokenizer: Any, *, is_agent: bool) -> None:
-    """What agents may do with this template: columns of its certificate by thinking mode."""
+def _check_turns(findings: Findings, tokenizer: Any, *, is_agent: bool) -> None:
+    """Report how the bridge of agents treats conversations under this template, by thinking mode."""
     try:
         modes = list(by_mode(tokenizer))
     except ImportError as error:
-        return found.add("problem" if is_agent else "warning", f"turns are not looked at: {error}")
+        return findings.add("problem" if is_agent else "warning", f"turns are not looked at: {error}")
     for mode, cells in modes:
         shown = "; ".join(f"{column}: {cell}" for column, cell in cells.items())
         seen = [f"{cell}: {meaning}" for cell, meaning in OUTCOMES.items() if cell in cells.values() and cell != "ok"]
         meaning = f" ({'; '.join(seen)})" if seen else ""
         level: Level = "problem" if is_agent and cells["answer, user"] == "refuses" else "ok"
-        found.add(level, f"turns of agents{f' {mode}' if mode else ''}: {shown}{meaning}")
+        findings.add(level, f"turns of agents{f' {mode}' if mode else ''}: {shown}{meaning}")
 
 
-def _check_end(found: Findings, config: Config, tokenizer: Any, certificate: Certificate, end_ids: set[int]) -> None:
-    """The token after a completion must end generation, and be the one that fine-tuning teaches."""
+def _check_end(findings: Findings, config: Config, tokenizer: Any, certificate: Certificate, end_ids: set[int]) -> None:
+    """Check that the token after a completion ends generation and is the one that fine-tuning teaches."""
     tail, end = certificate.after_answer, certificate.end_id
     if end is None:
         ends = ", ".join(repr(tokenizer.decode([token])) for token in sorted(end_ids)) or "no token"
-        told = f"it writes {tail!r} after an answer, where the model ends with {ends}: completions may run on"
+        text = f"it writes {tail!r} after an answer, where the model ends with {ends}: completions may run on"
         fix = "Set eos_token_id in generation_config.json to the token that ends an answer, or gconfig.stop_token_ids."
-        found.add("warning", told, fix)
+        findings.add("warning", text, fix)
     elif config.rollout is None and end != tokenizer.eos_token_id:
         ours, its = (repr(tokenizer.decode([token])) for token in (tokenizer.eos_token_id, end))
-        told = f"demonstrations end with the tokenizer's eos token {ours}, where the template ends an answer with {its}"
-        found.add("warning", told, f"Set eos_token of the tokenizer to {its}.")
+        text = f"demonstrations end with the tokenizer's eos token {ours}, where the template ends an answer with {its}"
+        findings.add("warning", text, f"Set eos_token of the tokenizer to {its}.")
 
 
 def _end_ids(config: Config, model: PreTrainedModel, tokenizer: Any) -> set[int]:
-    """Collect what ends generation: of tokenizer, model, its generation config, and the run's own stop tokens."""
+    """Return the tokens that end generation: of tokenizer, model and generation config, and the run's stop tokens."""
     eos: list[Any] = [tokenizer.eos_token_id, model.config.eos_token_id]
     with contextlib.suppress(OSError):  # a model may have none
         eos.append(GenerationConfig.from_pretrained(config.trained[1].path).eos_token_id)
@@ -181,11 +169,11 @@ def _end_ids(config: Config, model: PreTrainedModel, tokenizer: Any) -> set[int]
 
 
 def check_data(
-    found: Findings, config: Config, model: PreTrainedModel, tokenizer: Any, calls: set[str]
+    findings: Findings, config: Config, model: PreTrainedModel, tokenizer: Any, calls: set[str]
 ) -> tuple[int, dict[str, Any] | None]:
     """Read the first rows as the script will; return the longest prompt or demonstration in tokens, and the first."""
     if not calls & {"load_datasets", "get_custom_dataset", "Master"}:
-        found.add("ok", "not checked: the script has data of its own")
+        findings.add("ok", "not checked: the script has data of its own")
         return 0, None
     config = copy.deepcopy(config)
     blocks = {"train_dataset": config.train_dataset, "valid_dataset": config.valid_dataset}
@@ -202,12 +190,12 @@ def check_data(
         if key == "train_dataset" and "PromptLoader" in calls:
             PromptLoader(rows, data.batch_size)  # refuses a batch that is larger
         what = {"rl": "prompts", "sft": "demonstrations"}.get(data.type, "pairs")
-        found.add("ok", f"{key}: the first {len(rows)} {what} have {min(lengths):,} to {max(lengths):,} tokens")
+        findings.add("ok", f"{key}: the first {len(rows)} {what} have {min(lengths):,} to {max(lengths):,} tokens")
     context = context_of(config, model)
     new = config.sampling.max_new_tokens if config.sampling is not None else 0
     if longest + new > context:
         is_hopeless = longest >= context
-        found.add(
+        findings.add(
             "problem" if is_hopeless else "warning",
             f"the longest prompt seen has {longest:,} tokens, the context {context:,}: "
             f"{'it does not fit' if is_hopeless else 'completions are cut before gconfig.max_new_tokens'}",
@@ -217,7 +205,7 @@ def check_data(
 
 
 def context_of(config: Config, model: PreTrainedModel) -> float:
-    """Return the longest sequence that model and servers take, in tokens, as far as the config tells."""
+    """Return the longest sequence of model and servers, in tokens, by the model's config and the servers' flags."""
     limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None)]
     if config.rollout is not None and not foreign_servers(config):
         limits.append(ServerProgram(config).flags.get(config.server_kind.context_flag))

@@ -1,4 +1,4 @@
-"""Checks of what the script and its packages do: the reward function on the first row, and where metrics go."""
+"""Checks of the script: its declaration and trainer class, the reward on the first row, and the outputs."""
 
 import ast
 import asyncio
@@ -27,7 +27,7 @@ from arealite.workflow.rlvr import reward_columns
 _CALL_S = 10.0  # for one call of a reward function
 
 
-def check_declared(found: Findings, argv: Sequence[str], script: Path) -> object:
+def check_declared(findings: Findings, argv: Sequence[str], script: Path) -> object:
     """Call the function that the script declares by `launched(..., check=NAME)`, and return its value."""
     if (check := declared_check(script)) is None:
         return None
@@ -39,12 +39,12 @@ def check_declared(found: Findings, argv: Sequence[str], script: Path) -> object
             change = "Define it at module level, as launchers and `arealite check` call it in processes of their own."
             raise ConfigError(f"check of launched must be a function of the script: got {check} in {script}. {change}")
         declared: object = function(list(argv))
-    found.add("ok", "what the script declares fits the config")
+    findings.add("ok", "what the script declares fits the config")
     return declared
 
 
-def check_outputs(found: Findings, config: Config) -> None:
-    """The run folder must be writable, and the packages of the loggers there."""
+def check_outputs(findings: Findings, config: Config) -> None:
+    """Check that the run folder is writable and the packages of the loggers are installed."""
     folder = RunFolder(config).path.absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
@@ -54,21 +54,26 @@ def check_outputs(found: Findings, config: Config) -> None:
             "Correct it."
         )
     check_packages(config.stats_logger)
-    found.add("ok", f"{folder} can be written")
+    findings.add("ok", f"{folder} can be written")
 
 
-def check_trainer(found: Findings, argv: Sequence[str]) -> None:
-    """The class that `trainer.type` names must be there, and take the config."""
+def check_trainer(findings: Findings, argv: Sequence[str]) -> None:
+    """Check that the class of `trainer.type` exists and takes the config."""
     trainer, _ = load_trainer(argv)
-    found.add("ok", f"{trainer.__qualname__} takes a {trainer.config_class.__name__}")
+    findings.add("ok", f"{trainer.__qualname__} takes a {trainer.config_class.__name__}")
 
 
 def check_reward(
-    found: Findings, config: Config, script: Path, calls: Sequence[ast.Call], row: dict[str, Any] | None, tokenizer: Any
+    findings: Findings,
+    config: Config,
+    script: Path,
+    calls: Sequence[ast.Call],
+    row: dict[str, Any] | None,
+    tokenizer: Any,
 ) -> None:
     """Call the reward functions that the config names, or the one that the script does, with the first row's answer."""
     names = {last_name(call.func) for call in calls}
-    # A name that the script gives to another one counts as that.
+    # A name that the script assigns to a function stands for it.
     nodes = ast.walk(ast.parse(script.read_bytes()))
     assigned = {ast.unparse(node.targets[0]): node.value for node in nodes if isinstance(node, ast.Assign)}
     given = [
@@ -78,9 +83,9 @@ def check_reward(
         for argument in [*call.args[:1], *(one.value for one in call.keywords if one.arg == "reward_fn")]
     ]
     if row is None or "messages" not in row or not given:
-        return found.add("ok", "not called: the script has a workflow or data of its own")
+        return findings.add("ok", "not called: the script has a workflow or data of its own")
     with running(script):
-        # As a process of the reward imports it. A script without a main guard is refused by what it calls then.
+        # Imported as the reward's process imports it: a script without a main guard runs, and is refused.
         top_level = runpy.run_path(str(script), run_name="__mp_main__")
         if "load_rewards" in names and (named := getattr(config, "reward", None)):
             functions = [*load_rewards(named)]
@@ -90,7 +95,7 @@ def check_reward(
             if isinstance(one, ast.Lambda):
                 place = f"{script}:{one.lineno}"
                 told = f"reward_fn must be importable, because it runs in another process: got a lambda at {place}"
-                found.add("problem", told, "Define it at module level, or make it an `async def`.")
+                findings.add("problem", told, "Define it at module level, or make it an `async def`.")
         prompt_ids, answer = prompt_tokens(tokenizer, [row["messages"]])[0], str(row.get("answer", ""))
         call = {
             **reward_columns(row),
@@ -100,10 +105,10 @@ def check_reward(
             "completion_ids": tokenizer(answer, add_special_tokens=False)["input_ids"],
         }
         for function in dict.fromkeys(functions):
-            _call(found, function, call)
+            _call(findings, function, call)
 
 
-def _call(found: Findings, function: Any, call: dict[str, Any]) -> None:
+def _call(findings: Findings, function: Any, call: dict[str, Any]) -> None:
     code = getattr(inspect.unwrap(function), "__code__", None)
     name = f"reward function {function.__name__} at {line_of(code, None)}" if code else f"reward function {function}"
     check_signature(function)
@@ -111,23 +116,23 @@ def _call(found: Findings, function: Any, call: dict[str, Any]) -> None:
         inspect.signature(function).bind(**call)
     except TypeError as error:
         told = f"{name} must take {', '.join(sorted(call))} as keywords: {error}"
-        return found.add("problem", told, "Name those it needs, and add **kwargs for the others.")
+        return findings.add("problem", told, "Name those it needs, and add **kwargs for the others.")
     signal.signal(signal.SIGALRM, _raise_timeout)
     signal.setitimer(signal.ITIMER_REAL, _CALL_S)
     try:
         value = function(**call)
         kind, told = checked(asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value)
     except Exception as error:
-        # What a service, which may not run yet, has to do with it may be different later.
+        # A service that the reward calls may start later.
         is_bug = type(error).__module__ == "builtins" and not isinstance(error, OSError)
         place = users_line(lines_of_error(error))
         told = f"{name} must not raise: got {type(error).__name__}: {error}{', at ' if place else ''}{place or ''}"
-        return found.add("problem" if is_bug else "warning", told)
+        return findings.add("problem" if is_bug else "warning", told)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     if kind != "ok":
-        return found.add("problem", f"{name}: {told}")
-    found.add("ok", f"{name} gives the first row's own answer {told:g}")
+        return findings.add("problem", f"{name}: {told}")
+    findings.add("ok", f"{name} gives the first row's own answer {told:g}")
 
 
 async def _awaited(value: Any) -> Any:
