@@ -145,25 +145,25 @@ class RowIndex:
         """Queue new files, or start again if a file is gone."""
         if self._folder.is_dir():
             with os.scandir(self._folder) as entries:
-                found = {entry.name: _stamp(Path(entry)) for entry in entries if entry.is_dir()}
-            times = {name: stamp[1] for name, stamp in found.items() if stamp is not None}
+                found = {entry.name: stamp(Path(entry)) for entry in entries if entry.is_dir()}
+            times = {name: status[1] for name, status in found.items() if status is not None}
         else:
             times = {}
         if self._only is not None:
             times = {name: times[name] for name in self._only if name in times}
         changed = [name for name in times if times[name] != self._times.get(name)]
-        listed = {name: {path: _stamp(path) for path in batch_files(self._folder / name).values()} for name in changed}
-        now = {path: stamp for files in listed.values() for path, stamp in files.items()}
-        kept = {path: stamp for path, stamp in self._stamps.items() if path.parent.name in times}
+        listed = {name: {path: stamp(path) for path in batch_files(self._folder / name).values()} for name in changed}
+        now = {path: status for files in listed.values() for path, status in files.items()}
+        kept = {path: status for path, status in self._stamps.items() if path.parent.name in times}
         relisted = {path: now.get(path) for path in kept if path.parent.name in listed}
-        if len(kept) < len(self._stamps) or any(stamp != kept[path] for path, stamp in relisted.items()):
+        if len(kept) < len(self._stamps) or any(status != kept[path] for path, status in relisted.items()):
             self.generation += 1
             self._clear()
             self._list()
             return
         settled = time.time_ns() - _SETTLED_NS
         self._times |= {name: times[name] for name in changed if times[name] < settled}
-        new = {path: stamp for path, stamp in now.items() if path not in self._stamps and stamp is not None}
+        new = {path: status for path, status in now.items() if path not in self._stamps and status is not None}
         self._stamps |= new
         self._waiting.extend(sorted(new, key=_in_order))
 
@@ -247,11 +247,11 @@ def _holding(path: Path, text: str) -> Any:
         return np.unique(np.searchsorted(np.asarray(rows.offsets), np.flatnonzero(is_hit), side="right") - 1)
 
 
-def _stamp(path: Path) -> Stamp | None:
+def stamp(path: Path) -> Stamp | None:
     """Return a value that changes when a file is replaced; None if the file is gone."""
     try:
         stat = path.stat()
-    except FileNotFoundError:
+    except OSError:
         return None
     return stat.st_ino, stat.st_mtime_ns, stat.st_size
 

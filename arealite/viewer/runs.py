@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from arealite.rollout.account.ledger_file import OUTCOME, open_for_reading
 from arealite.rollout.account.rollout_file import PER_TOKEN
 from arealite.utils.files import FileError, reading, require_object
 from arealite.viewer.describe import describe, is_run, score_in_words, state_of, text_of
-from arealite.viewer.index import RowIndex
+from arealite.viewer.index import RowIndex, stamp
 from arealite.viewer.plain import readable
 from arealite.viewer.samples import cut_segments, evaluations
 
@@ -101,7 +101,7 @@ class RunView:
     def line(self) -> dict[str, Any]:
         """Return the state of the run in a few values."""
         files = (self._run.metrics, self._run.command, self._run.config)
-        changed = {"changed_unix_s": max(stat.st_mtime if (stat := _stat(file)) else 0.0 for file in files)}
+        changed = {"changed_unix_s": max((status[1] for status in map(stamp, files) if status), default=0) / 1e9}
         try:
             with reading(self._run.metrics):
                 numbers = _last_numbers(self._run.metrics)
@@ -111,10 +111,9 @@ class RunView:
 
     def describe(self, tag: str) -> tuple[str, dict[str, Any] | None]:
         """Return a new tag and the summary of the run with its charts; None if the run has not changed since `tag`."""
-        stamps = [_stamp(path) for path in (self._run.metrics, self._run.config, self._run.summary)]
+        now = _stamps((self._run.metrics, self._run.config, self._run.summary))
         with contextlib.suppress(FileError):  # `describe` raises it
-            stamps.append(state_of(self._run))
-        now = "-".join(stamps)
+            now += f"-{state_of(self._run)}"
         if now == tag:
             return now, None
         with self._lock:
@@ -163,7 +162,7 @@ class RunView:
     def evaluations(self) -> dict[str, Any] | None:
         """Return held-out prompts with two completions each."""
         folders = [path for path in self._run.rollouts.glob("*") if not path.name.startswith("step_")]
-        stamps = "-".join(map(_stamp, sorted(folders)))
+        stamps = _stamps(sorted(folders))
         with self._lock:
             is_binary = score_name(self._metrics.read()) == "accuracy"
             if (stamps, is_binary) != self._evaluated:
@@ -313,17 +312,9 @@ def _is_trained(row: dict[str, Any]) -> bool:
     return str(row["name"]).startswith("step_")
 
 
-def _stamp(path: Path) -> str:
-    stat = _stat(path)
-    return "" if stat is None else f"{stat.st_ino:x}.{stat.st_mtime_ns:x}.{stat.st_size:x}"
-
-
-def _stat(path: Path) -> os.stat_result | None:
-    """Return the status of a file, None if it is missing."""
-    try:
-        return path.stat()
-    except OSError:
-        return None
+def _stamps(paths: Iterable[Path]) -> str:
+    """Return a text that changes when a file does."""
+    return "-".join(".".join(map(str, stamp(path) or ())) for path in paths)
 
 
 def _is_per_token(value: Any, ids: Sequence[int] | None) -> bool:

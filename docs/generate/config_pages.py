@@ -16,7 +16,7 @@ Declared = dict[str, ConfigKey]
 
 @functools.cache
 def experiments() -> list[type[BaseExperimentConfig]]:
-    """Return the config classes of the experiments that come along."""
+    """Return the config classes of the bundled experiments."""
     return sorted(EXPERIMENTS, key=lambda cls: cls.__name__)
 
 
@@ -71,7 +71,7 @@ def _section(name: str, declared: Declared) -> str:
 
 
 def _type_and_default(name: str, experiment: str, key: ConfigKey) -> str:
-    """Return the type in words, and what the key is unless it is given."""
+    """Return the type and the default in words."""
     cls: type[BaseExperimentConfig] = getattr(cli_args, experiment)
     if source := cls.sources().get(name):
         default = f"follows [`{source}`]({_link(source)})"
@@ -101,6 +101,6 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return a sentence of the code as Markdown: what is no code in it shows `<`, `*`, `_` and brackets as they are."""
+    """Return a sentence of the code as Markdown; outside of code, `<`, `*`, `_` and brackets are escaped."""
     parts = re.split(r"(`[^`]*`)", text)
     return "".join(part if part.startswith("`") else re.sub(r"([<*_\[\]|])", r"\\\1", part) for part in parts)

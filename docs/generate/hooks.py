@@ -1,4 +1,4 @@
-"""What mkdocs calls while it builds the site: it adds pages made of the code, and what docs/ links to outside of it."""
+"""The hooks of mkdocs: they add pages generated from the code, and files outside docs/ that pages link to."""
 
 import re
 from pathlib import Path

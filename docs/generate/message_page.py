@@ -13,7 +13,7 @@ PATH = "reference/errors.md"
 
 @dataclass(frozen=True)
 class Message:
-    """A message; what comes at run time stands in it as `<name>`, or `…` where it has no short name."""
+    """A message; a value inserted at run time is shown as `<name>`, or `…` without a short name."""
 
     file: str  # relative to the repository
     line: int
@@ -23,14 +23,14 @@ class Message:
 
 def pages() -> dict[str, str]:
     """Return the page, by path."""
-    found = messages()
+    all_messages = messages()
     lines = [
         "# Error messages\n",
-        f"The {len(found)} messages of the source that say what must hold, found by reading it. What comes at run time "
-        "stands as `<name>` or `…`. A message has the form `<what> must <rule>: got <value>. <what to change>`; causes "
+        f"The {len(all_messages)} messages in the source that state a rule. Values inserted at run time are shown as "
+        "`<name>` or `…`. A message has the form `<what> must <rule>: got <value>. <what to change>`; causes "
         "and cures of the commonest are in [troubleshooting](../troubleshooting.md).\n",
     ]
-    for file, group in itertools.groupby(found, key=lambda message: message.file):
+    for file, group in itertools.groupby(all_messages, key=lambda message: message.file):
         lines.append(f"## `{file}`\n")
         lines += [f"- {_kind(message)}{_code(message.text)}" for message in group]
         lines.append("")
@@ -63,12 +63,12 @@ def _of_file(file: Path) -> Iterator[Message]:
 
 
 def is_message(text: str) -> bool:
-    """Tell whether a text says what must hold and what came instead, or what to change."""
+    """Return whether a text states a rule, and the value or the change."""
     return bool(re.search(r"\S must (?:not )?\w.*(?:: |\. [A-Z])", " ".join(text.split())))
 
 
 def _text(node: ast.AST) -> str | None:
-    """Return a literal text, with names for what is put into it."""
+    """Return a literal text, with names for inserted values."""
     match node:
         case ast.Constant(value=str(text)):
             return text

@@ -1,4 +1,4 @@
-"""Links that leave docs/: what they lead to becomes part of the site, which needs neither network nor repository."""
+"""Links that leave docs/: their targets become part of the site, which needs neither network nor repository."""
 
 import posixpath
 import re
