@@ -1,4 +1,4 @@
-"""Loading configs: what loads and to which values, and what every mistake is told."""
+"""Loading configs: what loads and to which values, and the message of every mistake."""
 
 import dataclasses
 import logging
@@ -191,7 +191,7 @@ def load(directory: Path, text: str, *overrides: str, cls: type = GRPOConfig, **
 
 
 def refusal(directory: Path, text: str, *overrides: str, cls: type = GRPOConfig) -> str:
-    """Return what the user is told."""
+    """Return the message of a refusal."""
     with pytest.raises(ConfigError) as caught:
         load(directory, text, *overrides, cls=cls)
     return str(caught.value)
@@ -285,7 +285,7 @@ def test_what_servers_do_differently_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cls", "overrides", "told"),
+    ("cls", "overrides", "message"),
     [
         (
             GRPOConfig,
@@ -301,7 +301,9 @@ def test_what_servers_do_differently_is_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_options_without_effect_are_refused(tmp_path: Path, cls: type, overrides: tuple[str, ...], told: str) -> None:
+def test_options_without_effect_are_refused(
+    tmp_path: Path, cls: type, overrides: tuple[str, ...], message: str
+) -> None:
     key = "actor" if cls is GRPOConfig else "model"
     text = MINIMAL if key == "actor" else MINIMAL.replace("actor", "model").replace(", ppo_n_minibatches: 1", "")
     mode = "lite.d1+d3" if key == "actor" else "d3"
@@ -310,7 +312,7 @@ def test_options_without_effect_are_refused(tmp_path: Path, cls: type, overrides
         common += ("gconfig.max_new_tokens=64",)
     load(tmp_path, text, *common, cls=cls)
     given = [f"{key}.{override}" for override in overrides]
-    assert told.replace("X", key) in refusal(tmp_path, text, *common, *given, cls=cls)
+    assert message.replace("X", key) in refusal(tmp_path, text, *common, *given, cls=cls)
 
 
 def test_models_of_a_run_share_options_of_speed(tmp_path: Path) -> None:
@@ -382,17 +384,18 @@ def test_original_yaml_loads_with_one_warning_per_old_key(tmp_path: Path, caplog
 
 
 def test_a_key_with_dots_is_not_lost(tmp_path: Path) -> None:
-    told = refusal(tmp_path, MINIMAL + "actor.eps_clip: 0.3\n")
+    message = refusal(tmp_path, MINIMAL + "actor.eps_clip: 0.3\n")
     assert (
-        "actor.eps_clip must stand in its block: got it with dots in" in told and "Write eps_clip under actor." in told
+        "actor.eps_clip must stand in its block: got it with dots in" in message
+        and "Write eps_clip under actor." in message
     )
 
 
 def test_name_resolve_is_no_longer_configured(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     load(tmp_path, MINIMAL, "cluster.name_resolve.type=redis", "cluster.name_resolve.redis_addr=h:1")
     load(tmp_path, MINIMAL, "rollout.name_resolve.etcd3_addr=h:2")
-    told = "has no effect: the run itself is the registry of its servers. Remove it."
-    assert caplog.messages == [f"cluster.name_resolve {told}", f"rollout.name_resolve {told}"]
+    message = "has no effect: the run itself is the registry of its servers. Remove it."
+    assert caplog.messages == [f"cluster.name_resolve {message}", f"rollout.name_resolve {message}"]
 
 
 @pytest.mark.parametrize(
@@ -411,20 +414,20 @@ def test_old_keys_are_not_looked_for_among_the_options_of_other_programs(tmp_pat
     overrides = ("sglang.backend=x", "sglang.optimizer.offload=true", "stats_logger.wandb.backend=x")
     config = load(tmp_path, MINIMAL, *overrides)
     assert config.sglang == options and config.stats_logger.wandb["backend"] == "x"
-    told = refusal(tmp_path, MINIMAL, "stats_logger.swanlab.api_key=s3cr3t")
-    assert "stats_logger.swanlab.api_key must be None: got another value. Remove it: secrets stay" in told
-    assert "s3cr3t" not in told
+    message = refusal(tmp_path, MINIMAL, "stats_logger.swanlab.api_key=s3cr3t")
+    assert "stats_logger.swanlab.api_key must be None: got another value. Remove it: secrets stay" in message
+    assert "s3cr3t" not in message
 
 
 def test_a_port_that_no_computer_has_is_refused(tmp_path: Path) -> None:
-    told = refusal(tmp_path, MINIMAL, "agent.online.port=65536")
-    assert "agent.online.port must be" in told and "65535: got 65536" in told
+    message = refusal(tmp_path, MINIMAL, "agent.online.port=65536")
+    assert "agent.online.port must be" in message and "65535: got 65536" in message
     assert load(tmp_path, MINIMAL, "agent.online.port=65535").agent.online.port == 65535
 
 
 def test_a_misspelt_mode_of_a_logger_is_refused(tmp_path: Path) -> None:
-    told = refusal(tmp_path, MINIMAL, "stats_logger.wandb.mode=ofline")
-    assert "stats_logger.wandb.mode must be one of disabled, online, offline, shared: got ofline" in told
+    message = refusal(tmp_path, MINIMAL, "stats_logger.wandb.mode=ofline")
+    assert "stats_logger.wandb.mode must be one of disabled, online, offline, shared: got ofline" in message
     assert load(tmp_path, MINIMAL, "stats_logger.wandb.mode=offline").stats_logger.wandb["mode"] == "offline"
 
 
@@ -470,7 +473,7 @@ def test_documented_names_move_to_ours(tmp_path: Path, caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "message"),
     [
         ("seed=yes", "seed must be a valid integer: got True. Change it on the command line."),
         ("seed=1.5", "seed must be a valid integer: got 1.5."),
@@ -534,8 +537,8 @@ def test_documented_names_move_to_ours(tmp_path: Path, caplog: pytest.LogCapture
         ("evaluator.freq_steps=1", "valid_dataset must be given if evaluator has a frequency: got null."),
     ],
 )
-def test_mistakes_name_key_value_and_fix(tmp_path: Path, override: str, told: str) -> None:
-    assert told in refusal(tmp_path, MINIMAL, override)
+def test_mistakes_name_key_value_and_fix(tmp_path: Path, override: str, message: str) -> None:
+    assert message in refusal(tmp_path, MINIMAL, override)
 
 
 def test_pairs_given_together(tmp_path: Path) -> None:
@@ -580,12 +583,12 @@ def test_keys_that_must_be_given(tmp_path: Path, key: str) -> None:
     tree = yaml.safe_load(MINIMAL)
     *parents, name = key.split(".")
     del (tree[parents[0]] if parents else tree)[name]
-    told = refusal(tmp_path, yaml.safe_dump(tree))
-    assert told.startswith(f"{key} must be given: got nothing.") and f"{key}=..." in told
+    message = refusal(tmp_path, yaml.safe_dump(tree))
+    assert message.startswith(f"{key} must be given: got nothing.") and f"{key}=..." in message
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("a: [", "must be a YAML file"),
         ("seed: 1\nseed: 2", "must be a YAML file"),
@@ -596,13 +599,13 @@ def test_keys_that_must_be_given(tmp_path: Path, key: str) -> None:
     ],
     ids=["cut", "twice", "number", "depth", "list", "scalar"],
 )
-def test_files_that_are_no_config(tmp_path: Path, text: str, told: str) -> None:
-    assert told in refusal(tmp_path, text)
+def test_files_that_are_no_config(tmp_path: Path, text: str, message: str) -> None:
+    assert message in refusal(tmp_path, text)
 
 
 def test_the_file_must_be_named_and_exist(tmp_path: Path) -> None:
-    for argv, told in (([], "--config must be given"), (["--config"], "--config must be given")):
-        with pytest.raises(ConfigError, match=told):
+    for argv, message in (([], "--config must be given"), (["--config"], "--config must be given")):
+        with pytest.raises(ConfigError, match=message):
             load_expr_config(argv, GRPOConfig)
     with pytest.raises(ConfigError, match="does not exist"):
         load_expr_config([f"--config={tmp_path}/no.yaml"], GRPOConfig)

@@ -1,4 +1,4 @@
-"""The local launcher with real processes: how runs end, what is told, and that nothing survives."""
+"""The local launcher with real processes: how runs end, what they print, and that nothing survives."""
 
 from __future__ import annotations
 
@@ -231,8 +231,8 @@ def test_a_server_that_joins_outlives_an_attempt_and_the_run_tells_where_its_reg
         """
         import asyncio, json
         from arealite.inference.registry import RegistryClient, ServerEntry
-        told = json.loads(pathlib.Path("runs/exp/trial/registry.json").read_text())
-        assert told["address"] == os.environ["AREALITE_REGISTRY"] and told["address"].startswith("127.0.0.1:"), told
+        record = json.loads(pathlib.Path("runs/exp/trial/registry.json").read_text())
+        assert record["address"] == os.environ["AREALITE_REGISTRY"] and record["address"].startswith("127.0.0.1:")
         registry = RegistryClient(os.environ["AREALITE_REGISTRY"], os.environ["AREALITE_SECRET"])
         joined = ServerEntry("joined", "127.0.0.1:1", "sglang", "here", "me", "ready", "", 0.0)
         if os.environ["AREAL_RECOVER_RUN"] == "0":
@@ -240,8 +240,8 @@ def test_a_server_that_joins_outlives_an_attempt_and_the_run_tells_where_its_reg
             asyncio.run(registry.put(joined))
             pathlib.Path("first").write_text(str(first["server-0"]))
             sys.exit(7)
-        found = servers(2)
-        print("joined at", found["joined"], found["server-0"] != pathlib.Path("first").read_text())
+        addresses = servers(2)
+        print("joined at", addresses["joined"], addresses["server-0"] != pathlib.Path("first").read_text())
         """,
         *(
             "allocation_mode=sglang.d1+d1",

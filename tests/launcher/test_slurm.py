@@ -46,8 +46,8 @@ def test_the_plan_of_16_nodes_with_8_gpus(capsys, monkeypatch):
     argv += ["cluster.n_nodes=16", "cluster.n_gpus_per_node=8", "cluster.fileroot=/shared/runs"]
     argv += ["actor.path=Qwen/Qwen3-8B", "launcher.slurm.sbatch_additional_args=--partition=gpu --time=1-0"]
     assert slurm.main([str(ENTRY), *argv, "--dry-run"]) == 0
-    told = capsys.readouterr().out.replace(sys.executable, "python").replace(str(REPOSITORY), "/here")
-    assert told == GOLDEN.read_text()
+    message = capsys.readouterr().out.replace(sys.executable, "python").replace(str(REPOSITORY), "/here")
+    assert message == GOLDEN.read_text()
     assert not Path("/shared").exists()
 
 
@@ -165,7 +165,7 @@ def test_a_step_that_slurm_has_lost_sight_of_ends_its_job(tmp_path):
 
 @pytest.fixture
 def scontrol(tmp_path, monkeypatch):
-    """Let `scontrol` answer as it is told."""
+    """Return a function that sets the answer of `scontrol`."""
 
     def answer(text: str, status: int = 0) -> None:
         stream = 2 if status else 1
@@ -231,7 +231,9 @@ def test_a_folder_that_can_not_be_written_is_told(scontrol, tmp_path, capsys):
     (tmp_path / "file").write_text("no folder")
     argv = [str(ENTRY), "--config", str(CONFIG), f"cluster.fileroot={tmp_path}/file", "actor.path=Qwen/Qwen3-8B"]
     assert slurm.main([*argv, "launcher.preflight=false"]) == 2
-    assert f"ConfigError: {tmp_path}/file/" in (told := capsys.readouterr().err) and "must be writable: got" in told
+    assert (
+        f"ConfigError: {tmp_path}/file/" in (message := capsys.readouterr().err) and "must be writable: got" in message
+    )
 
 
 def test_a_signal_that_slurm_does_not_pass_on_is_told(scontrol, tmp_path):
@@ -247,9 +249,9 @@ def test_a_signal_that_slurm_does_not_pass_on_is_told(scontrol, tmp_path):
             assert "running on" in follower.stdout.readline()
             for advice in ("cancels the job", "leaves it alone"):
                 follower.send_signal(signal.SIGINT)
-                told = follower.stdout.readline()
-                assert "received SIGINT: the job was not reached (Command" in told
-                assert told.endswith(f"returned non-zero exit status 1.); once more {advice}\n")
+                message = follower.stdout.readline()
+                assert "received SIGINT: the job was not reached (Command" in message
+                assert message.endswith(f"returned non-zero exit status 1.); once more {advice}\n")
         finally:
             follower.kill()
 

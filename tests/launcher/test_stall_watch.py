@@ -60,8 +60,8 @@ def test_the_start_has_a_timeout_of_its_own_and_lines_are_progress(launch_script
     assert run.end() == 4, run.output
     before, verdict, _ = run.output.partition("stalled: no progress for ")
     assert "loading part 8" in before and verdict
-    found = re.search(r"no progress for (\d+) s: trainer-0 has not made its first progress", run.output)
-    assert found is not None and int(found[1]) >= 7
+    match = re.search(r"no progress for (\d+) s: trainer-0 has not made its first progress", run.output)
+    assert match is not None and int(match[1]) >= 7
 
 
 def test_servers_without_trainer_may_idle(launch_script):

@@ -55,9 +55,9 @@ class Stall:
         return path.read_text()
 
     def pid_of(self, name: str) -> int:
-        found = re.search(rf"^{name} \(pid (\d+)\)", self.evidence, re.MULTILINE)
-        assert found is not None, self.evidence
-        return int(found[1])
+        match = re.search(rf"^{name} \(pid (\d+)\)", self.evidence, re.MULTILINE)
+        assert match is not None, self.evidence
+        return int(match[1])
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def stalls(tmp_path_factory: pytest.TempPathFactory, small_disk: Path) -> Iterat
     finally:
         for run in runs.values():
             kill_tree(run.pid)
-    found = {
+    stalls = {
         name: Stall(
             status,
             (folder / f"{name}.txt").read_text(),
@@ -101,8 +101,10 @@ def stalls(tmp_path_factory: pytest.TempPathFactory, small_disk: Path) -> Iterat
         for name, status in statuses.items()
     }
     if os.environ.get("RECORD_STALLS"):
-        Path(os.environ["RECORD_STALLS"]).write_text("\n".join(f"## {n}\n{stall.output}" for n, stall in found.items()))
-    yield found
+        Path(os.environ["RECORD_STALLS"]).write_text(
+            "\n".join(f"## {n}\n{stall.output}" for n, stall in stalls.items())
+        )
+    yield stalls
 
 
 def _start(folder: Path, name: str, fileroot: Path, overrides: tuple[str, ...]) -> subprocess.Popen[bytes]:
@@ -167,7 +169,7 @@ def test_blocking_call_in_a_workflow(stalls):
 
 
 def test_full_disk(stalls, small_disk):
-    """Not a stall: whoever can't write ends the run with path, error and free space, whatever becomes of the logs."""
+    """Not a stall: a process that can't write ends the run with path, error and free space, with or without logs."""
     stall = stalls["full_disk"]
     assert stall.status == 1, stall.output
     assert "launcher | trainer-0 failed with exit status 1: stopping everything" in stall.output

@@ -21,8 +21,8 @@ from arealite.launcher.start import launched
 
 def main(argv):
     config, file = load_expr_config(argv, SFTConfig)
-    told = f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}: {config.trial_name} {config.mode} by {file}"
-    pathlib.Path(config.cluster.fileroot, "told").write_text(told)
+    message = f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}: {config.trial_name} {config.mode} by {file}"
+    pathlib.Path(config.cluster.fileroot, "message").write_text(message)
     if config.seed == 7:
         sys.exit(7)
 
@@ -103,7 +103,7 @@ def test_a_script_starts_its_launcher_and_works_there(script: Path) -> None:
     run = by_hand(script, "trial_name=t")
     assert run.returncode == 0, run.stdout + run.stderr
     config = script.parent / "configs" / "sync-sft.yaml"
-    assert (script.parent / "told").read_text() == f"0 of 1: t local by {config}"
+    assert (script.parent / "message").read_text() == f"0 of 1: t local by {config}"
     assert (script.parent / "e" / "t" / "logs" / "trainer-0.log").is_file()
 
 
@@ -117,8 +117,10 @@ def refuse(argv: list[str]) -> None:
 
 def test_a_dry_run_starts_nothing(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert launched(str(script), refuse, ["--dry-run", "trial_name=t"]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith("e/t: d1 on 1 node, CPUs only (local)\n") and "trainer-0      log trainer-0.log" in told
+    message = capsys.readouterr().out
+    assert (
+        message.startswith("e/t: d1 on 1 node, CPUs only (local)\n") and "trainer-0      log trainer-0.log" in message
+    )
     other = script.parent / "other.yaml"
     other.write_text(CONFIG.replace("???", "other"))
     for mode, name in {"ray": "Ray", "slurm": "Slurm"}.items():
@@ -129,7 +131,7 @@ def test_a_dry_run_starts_nothing(script: Path, capsys: pytest.CaptureFixture[st
 def test_a_graph_that_can_not_be_is_refused_by_the_launcher_itself(
     script: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Before it prints a plan, and whoever has called it: the script, or the launcher's own command line."""
+    """Before it prints a plan, whether the script or the launcher's own command line is called."""
     script.write_text(GRAPH)
     words = ["trial_name=t", "--dry-run", "workers={}"]
     assert launched(str(script), refuse, [*words, "launcher.preflight=true"]) == 2
@@ -148,8 +150,8 @@ def test_a_script_of_a_master_must_have_workers(script: Path, capsys: pytest.Cap
     """Its launcher refuses it, by what it imports, before servers start."""
     script.write_text("from arealite.core.workers import Workers\n" + script.read_text())
     assert launched(str(script), refuse, ["--dry-run", "trial_name=t"]) == 2
-    told = "workers must be given to a script of a master: got nothing. Add `workers: {}`."
-    assert capsys.readouterr().err == f"ConfigError: {told}\n"
+    message = "workers must be given to a script of a master: got nothing. Add `workers: {}`."
+    assert capsys.readouterr().err == f"ConfigError: {message}\n"
     assert launched(str(script), refuse, ["--dry-run", "trial_name=t", "workers={}"]) == 0
 
 
@@ -171,8 +173,8 @@ def test_a_rank_and_help_are_the_scripts_own(script: Path, monkeypatch: pytest.M
 
 def test_what_is_refused(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert launched(str(script), refuse, ["mode=torchrun"]) == 2
-    told = "ConfigError: mode must be local, ray or slurm: got torchrun. Correct it.\n"
-    assert capsys.readouterr().err == told
+    message = "ConfigError: mode must be local, ray or slurm: got torchrun. Correct it.\n"
+    assert capsys.readouterr().err == message
     (script.parent / "configs" / "sync-sft.yaml").unlink()
     assert launched(str(script), refuse, ["trial_name=t"]) == 2
     configs = script.parent / "configs"
@@ -189,8 +191,8 @@ def test_the_yaml_of_the_originals_core_is_planned(script: Path, capfd: pytest.C
     given = ["experiment_name=my_experiment", "trial_name=my_trial", "actor.path=Qwen/Qwen3-1.7B", "cluster.n_nodes=4"]
     words = [f"--config={config}", *given, "dataset.path=path/to/dataset", "dataset.train_bs_n_seqs=128", "--dry-run"]
     assert launched(str(REPOSITORY / "training" / "main_sync_ppo.py"), refuse, words) == 0, capfd.readouterr().err
-    told = capfd.readouterr().out
-    lines = re.sub(r"\n {6}", " ", re.sub(r"actor: .*\n", "", told)).splitlines()
+    message = capfd.readouterr().out
+    lines = re.sub(r"\n {6}", " ", re.sub(r"actor: .*\n", "", message)).splitlines()
     keys = "input_ids, attention_mask, pixel_values?, image_grid_thw?, kept_ids?, kept_counts?, loss_mask, logprobs, "
     keys += "versions, rewards, no_eos?, group_index, sample_index?, turn_rewards?"
     assert lines[: lines.index("server-0 runs")] == [

@@ -54,10 +54,10 @@ def test_a_config_that_can_not_run_is_refused(tmp_path: Path, capsys: pytest.Cap
 def test_servers_on_the_trainers_devices_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [f"cluster.fileroot={tmp_path}", "actor.path=tiny", "allocation_mode=sglang.d1|d1"]
     assert torchrun.main([ENTRY, "--config", CONFIG, *words]) == 2
-    told = (
+    message = (
         "must be started by arealite.launcher.local: got arealite.launcher.torchrun, whose jobs have devices of their"
     )
-    assert told in " ".join(capsys.readouterr().err.split())
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_help_names_only_what_this_launcher_does(capsys: pytest.CaptureFixture[str]) -> None:

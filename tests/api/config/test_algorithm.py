@@ -158,7 +158,7 @@ def test_a_cap_without_the_decoupled_loss_has_no_effect(caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize(
-    ("choices", "told"),
+    ("choices", "message"),
     [
         ({"group_reward_norm": True, "baseline": "none"}, "actor.group_reward_norm must not be given with actor.base"),
         ({"mask_no_eos_with_zero": False, "truncated": "mask"}, "mask_no_eos_with_zero must not be given with"),
@@ -233,10 +233,10 @@ def test_a_cap_without_the_decoupled_loss_has_no_effect(caplog: pytest.LogCaptur
         ({"algorithm": "opd", "objective": "gmpo", "aggregation": "sequence_mean"}, "Tokens of a completion must"),
     ],
 )
-def test_what_means_nothing_is_refused(choices: dict[str, Any], told: str) -> None:
+def test_what_means_nothing_is_refused(choices: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve_choices(actor(**choices))
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert str(caught.value).endswith(".") and ": got " in str(caught.value)
 
 
@@ -315,7 +315,7 @@ def test_resolved_choices_survive_yaml(tmp_path: Path, algorithm: str | None) ->
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (["actor.algorithm=opd"], "actor.baseline must be teacher exactly with a teacher block: got teacher and no"),
         (["teacher.path=t"], "actor.baseline must be teacher exactly with a teacher block: got group_mean and a block"),
@@ -324,10 +324,10 @@ def test_resolved_choices_survive_yaml(tmp_path: Path, algorithm: str | None) ->
         (["actor.algorithm=opd", "teacher={}"], "teacher.path must be given"),
     ],
 )
-def test_a_teacher_and_its_preset_come_together(tmp_path: Path, overrides: list[str], told: str) -> None:
+def test_a_teacher_and_its_preset_come_together(tmp_path: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, COMMON, *overrides)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_grpo_config_without_a_preset_has_the_group_statistic(tmp_path: Path) -> None:
@@ -337,7 +337,7 @@ def test_a_grpo_config_without_a_preset_has_the_group_statistic(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "message"),
     [
         ("actor.algorithm=rloo", "actor.baseline must be none if gconfig.n_samples is 1: got leave_one_out."),
         ("actor.algorithm=lite_ppo", "actor.baseline must be none if gconfig.n_samples is 1: got group_mean."),
@@ -348,10 +348,10 @@ def test_a_grpo_config_without_a_preset_has_the_group_statistic(tmp_path: Path) 
         ("actor.correction.action=clip", "actor.correction.action must be 'none', 'truncate' or 'mask': got 'clip'."),
     ],
 )
-def test_experiments_refuse_what_their_groups_cannot_give(tmp_path: Path, override: str, told: str) -> None:
+def test_experiments_refuse_what_their_groups_cannot_give(tmp_path: Path, override: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, COMMON, "gconfig.n_samples=1", override)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_the_page_has_a_row_per_preset_and_names_tests_that_exist() -> None:
@@ -410,7 +410,7 @@ def test_a_config_with_a_critic_is_ppo(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cls", "overrides", "told"),
+    ("cls", "overrides", "message"),
     [
         (GRPOConfig, ["actor.baseline=critic"], "actor.baseline must not be critic without a critic: got critic with"),
         (GRPOConfig, ["actor.algorithm=ppo"], "actor.baseline must not be critic without a critic: got critic with"),
@@ -421,11 +421,11 @@ def test_a_config_with_a_critic_is_ppo(tmp_path: Path) -> None:
     ],
 )
 def test_a_critic_and_its_baseline_come_together(
-    tmp_path: Path, cls: type[GRPOConfig], overrides: list[str], told: str
+    tmp_path: Path, cls: type[GRPOConfig], overrides: list[str], message: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
         load(tmp_path, COMMON, *overrides, cls=cls)
-    assert str(refused.value).startswith(told)
+    assert str(refused.value).startswith(message)
 
 
 def test_where_the_critic_of_the_original_starts_is_where_ours_does(

@@ -92,8 +92,14 @@ def test_the_yaml_of_todays_areal_loads(tmp_path: Path, caplog: pytest.LogCaptur
     assert (actor.baseline, actor.reward_scale) == ("group_mean", "group_std")
     assert (actor.adv_norm, actor.group_adv_norm, actor.max_new_tokens) == (True, False, 1024)
     assert (actor.proximal, actor.correction.action, actor.correction.upper) == ("recompute", "mask", None)
-    told = {message.split(" ")[0] for message in caplog.messages}
-    assert told >= {"allocation_mode", "actor.reward_norm", "actor.adv_norm", "actor.weight_update_mode", "scheduler"}
+    keys = {message.split(" ")[0] for message in caplog.messages}
+    assert keys >= {
+        "allocation_mode",
+        "actor.reward_norm",
+        "actor.adv_norm",
+        "actor.weight_update_mode",
+        "scheduler",
+    }
     again = AREAL_2026.replace('backend: "sglang:d4p1t1"', "").replace('backend: "fsdp:d4p1t1"', "")
     again = again.replace("backend: ${actor.backend}", "")
     assert load(tmp_path, again, "allocation_mode=sglang:d4p1t1+fsdp:d4p1t1") == config
@@ -134,8 +140,8 @@ def test_all_that_is_wrong_with_keys_comes_in_one_message(tmp_path: Path) -> Non
     text = (
         "actor: {use_lora: true, lora_rank: 8, eps_klip: 0.1, backend: 'megatron:d4'}\nmax_steps: 3\nzzz: {a: {b: 1}}\n"
     )
-    told = refusal(tmp_path, "rollout=5", text=text).replace(str(tmp_path), "F").splitlines()
-    assert told == [
+    message = refusal(tmp_path, "rollout=5", text=text).replace(str(tmp_path), "F").splitlines()
+    assert message == [
         "actor.use_lora must be False: got True. Remove it: a lora block switches LoRA on, e.g. lora.rank=16.",
         "actor.backend must be 'fsdp': got 'megatron:d4'. Remove it: the training engine is the class that the script "
         "constructs.",
@@ -169,8 +175,8 @@ def test_all_that_is_wrong_with_keys_comes_in_one_message(tmp_path: Path) -> Non
 )
 def test_words_of_others_are_known_and_nothing_is_guessed(tmp_path: Path, override: str, advice: str) -> None:
     name = override.partition("=")[0]
-    told = refusal(tmp_path, override)
-    assert told == f"{name} must be a key of GRPOConfig: got it on the command line. {advice}"
+    message = refusal(tmp_path, override)
+    assert message == f"{name} must be a key of GRPOConfig: got it on the command line. {advice}"
 
 
 @pytest.mark.parametrize("override", ["critic.path=m", "vf_coef=0.5", "cliprange_value=0.2"])
@@ -195,9 +201,9 @@ def test_no_word_has_two_meanings_or_is_a_key_of_ours() -> None:
 
 
 def test_the_imports_that_the_page_names_exist() -> None:
-    found = re.findall(r"`from (\S+) import (\w+)`", MIGRATION.read_text())
-    assert len(found) == 8
-    assert all(hasattr(importlib.import_module(module), name) for module, name in found)
+    imports = re.findall(r"`from (\S+) import (\w+)`", MIGRATION.read_text())
+    assert len(imports) == 8
+    assert all(hasattr(importlib.import_module(module), name) for module, name in imports)
 
 
 def test_the_page_on_migration_shows_the_same_words() -> None:

@@ -117,8 +117,8 @@ PLACEMENTS = [
 
 @pytest.mark.parametrize(("overrides", "subject", "got"), PLACEMENTS)
 def test_placements_that_mean_nothing(tmp_path: Path, overrides: list[str], subject: str, got: str) -> None:
-    told = mistake(tmp_path, PER_CALL, *overrides)
-    assert told.startswith(f"{subject} must ") and f": got {got}. " in told
+    message = mistake(tmp_path, PER_CALL, *overrides)
+    assert message.startswith(f"{subject} must ") and f": got {got}. " in message
 
 
 def test_servers_of_no_kind_are_the_usual_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,8 +132,8 @@ def test_nothing_trains(tmp_path: Path) -> None:
 
 
 def test_hydras_groups_are_refused(tmp_path: Path) -> None:
-    told = mistake(tmp_path, "defaults:\n  - _self_\n  - cluster: slurm-gpu\n  - ppo: default\n")
-    assert told.startswith("defaults must ") and "got [{'cluster': 'slurm-gpu'}, {'ppo': 'default'}]." in told
+    message = mistake(tmp_path, "defaults:\n  - _self_\n  - cluster: slurm-gpu\n  - ppo: default\n")
+    assert message.startswith("defaults must ") and "got [{'cluster': 'slurm-gpu'}, {'ppo': 'default'}]." in message
     assert load(tmp_path, f"{PER_CALL}defaults: [_self_]\n").workers.actor.ranks == 8
 
 
@@ -150,9 +150,9 @@ def test_blocks_of_the_original_have_their_places_here(tmp_path: Path, caplog: p
         *(2, 0.2, 0.9, 0.8, 0.3),
     )
     assert (config.gconfig.n_samples, config.train_dataset.max_length, config.critic.value_eps_clip) == (3, 77, 0.1)
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 9 and "ppo.gen.n is now gconfig.n_samples. Rename it." in told
-    assert "actor.type has no effect: the files of a model tell its type. Remove it." in told
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 9 and "ppo.gen.n is now gconfig.n_samples. Rename it." in messages
+    assert "actor.type has no effect: the files of a model tell its type. Remove it." in messages
     assert mistake(tmp_path, "ppo: {kl_coef: 0.2}\n").startswith("ppo.kl_coef must be a key of PPOConfig: got it in ")
     assert mistake(tmp_path, "dataset: {eps_clip: 0.2}\n").startswith("dataset must be a key of PPOConfig: ")
     told_twice = mistake(tmp_path, "dataset: {path: other}\n")

@@ -79,7 +79,7 @@ def test_what_looks_like_a_typo_is_said_before_anything_starts(load, caplog):
 
 
 @pytest.mark.parametrize(
-    "override, told",
+    "override, message",
     [
         ("launcher.server_restart=1", "Did you mean launcher.server_restarts?"),
         ("cluster.n_node=2", "Did you mean cluster.n_nodes?"),
@@ -92,10 +92,10 @@ def test_what_looks_like_a_typo_is_said_before_anything_starts(load, caplog):
         ("gconfig.max_new_tokens=4096", "lite.context must be greater than max_new_tokens"),
     ],
 )
-def test_blocks_that_launchers_know_are_judged_before_anything_starts(load, override, told):
+def test_blocks_that_launchers_know_are_judged_before_anything_starts(load, override, message):
     with pytest.raises(ConfigError) as error:
         load("actor.path=m", "allocation_mode=lite.d1+d1", "gconfig.max_new_tokens=64", override)
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 def test_a_model_must_be_given(load):
@@ -104,7 +104,7 @@ def test_a_model_must_be_given(load):
 
 
 @pytest.mark.parametrize(
-    "override, told",
+    "override, message",
     [
         ("actor.eps_klip=0.3", "Did you mean actor.eps_clip?"),
         ("gconfg.n_samples=2", "Did you mean gconfig?"),
@@ -114,13 +114,13 @@ def test_a_model_must_be_given(load):
         ("train_dataset.type=sft", "train_dataset.type must be rl"),
     ],
 )
-def test_a_script_that_loads_a_class_of_ours_is_judged_by_it_before_anything_starts(load, override, told):
+def test_a_script_that_loads_a_class_of_ours_is_judged_by_it_before_anything_starts(load, override, message):
     script = "config, _ = cli_args.load_expr_config(argv, GRPOConfig)"
     words = ["actor.path=m", "allocation_mode=lite.d1+d1", "gconfig.max_new_tokens=64", "gconfig.n_samples=4"]
     assert isinstance(load(*words, script=script), GRPOConfig)
     with pytest.raises(ConfigError) as error:
         load(*words, override, script=script)
-    assert told in str(error.value)
+    assert message in str(error.value)
     assert isinstance(load(*words, "my_knob=1", script=script.replace("GRPO", "My")), RunConfig)
 
 
@@ -141,8 +141,8 @@ def test_the_blocks_tell_what_is_trained_and_held(
     config: BaseExperimentConfig, trained: str, has_sampling: bool, has_reference: bool, has_critic: bool
 ) -> None:
     assert config.trained == (trained, getattr(config, trained))
-    found = (config.sampling is not None, config.has_reference, config.has_critic)
-    assert found == (has_sampling, has_reference, has_critic)
+    blocks = (config.sampling is not None, config.has_reference, config.has_critic)
+    assert blocks == (has_sampling, has_reference, has_critic)
 
 
 @pytest.mark.parametrize("config", [DPOConfig(), GRPOConfig(ref=FrozenActorConfig())])

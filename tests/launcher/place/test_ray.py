@@ -134,15 +134,15 @@ async def test_a_job_gets_its_gpus_and_the_launchers_variables(cluster: RayClust
         slots = await opened.take([RANK, SERVER])
         assert {slot.node for slot in slots} == {"one", "two"}
         assert {slot.address for slot in slots} == {ray.util.get_node_ip_address()}
-        told = []
+        numbers = []
         for slot in slots:
             heard = Heard()
             assert await slot.run(Job("job", [sys.executable, "-c", code], {"MINE": "2"}), heard) == 0
             gpus, *others, folder = json.loads(heard.text)
-            told.append(len(gpus.split(",")))
+            numbers.append(len(gpus.split(",")))
             assert (others[:3], folder) == (["offline", None, "2"], os.getcwd())
             await slot.close()
-        assert told == [2, 1]
+        assert numbers == [2, 1]
 
 
 def test_the_nodes_of_a_cluster_are_listed(cluster: RayCluster) -> None:

@@ -174,13 +174,13 @@ async def test_another_version_is_refused():
 
 
 async def test_a_leash_ends_a_job_whose_launcher_says_nothing():
-    """Also when nobody takes its output, so that it can't see that the launcher is gone."""
+    """Also when its output is not read, so that it can't see that the launcher is gone."""
     async with Node.start(DEADLINE_S, "--watchdog", "3") as node:
         run = asyncio.create_task(node.slot.run(job("while True: print('x' * 10_000)"), Heard()))
         async with asyncio.timeout(DEADLINE_S):
             while len(tree := descendants(node.process.pid)) < 2:  # the guard and the job
                 await asyncio.sleep(0.02)
-        run.cancel()  # from now on nobody reads
+        run.cancel()  # its output is not read from now on
         assert await asyncio.to_thread(wait_gone, [node.process.pid, *tree], DEADLINE_S) == set()
 
 

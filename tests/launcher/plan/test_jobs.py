@@ -312,7 +312,7 @@ def test_one_sided_allocations(load, mode, servers, ranks):
 
 
 @pytest.mark.parametrize(
-    "overrides, told",
+    "overrides, message",
     [
         (["actor.path=tiny"], "allocation_mode must be given"),
         (["actor.path=tiny", "allocation_mode=lite.d1+d2p2"], "trainer's p in allocation_mode must be 1"),
@@ -370,7 +370,7 @@ def test_one_sided_allocations(load, mode, servers, ranks):
         (["model.path=tiny", "allocation_mode=d9", "cluster.n_gpus_per_node=16"], "needs 9, and 8 GPUs on this node"),
     ],
 )
-def test_refusals(load, nvidia_smi, overrides, told):
+def test_refusals(load, nvidia_smi, overrides, message):
     with pytest.raises(ConfigError) as error:
         plan_of(load(*overrides))
-    assert told in str(error.value)
+    assert message in str(error.value)

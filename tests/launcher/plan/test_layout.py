@@ -215,11 +215,11 @@ def test_launchers_without_ray_refuse(
     launcher: str, start: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [str(EXAMPLES / "gsm8k_ppo.py"), "--config", str(PPO), SERVERS_AND_RANKS, "workers={}", "--dry-run"]
-    status, told = start([*words, "trial_name=t"]), capsys.readouterr()
+    status, message = start([*words, "trial_name=t"]), capsys.readouterr()
     if launcher == "ray":
-        assert (status, told.err) == (0, "")
+        assert (status, message.err) == (0, "")
         return
-    assert status == 2 and told.err.startswith(
+    assert status == 2 and message.err.startswith(
         "ConfigError: workers must be started by the local or the Ray launcher: got"
     )
 

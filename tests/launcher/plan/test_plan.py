@@ -101,7 +101,7 @@ def test_servers_of_others_must_have_addresses(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "mode, nodes, gpus, told",
+    "mode, nodes, gpus, message",
     [
         ("sglang.d64p1t1+d32p2m1", 16, 8, "only data parallelism is supported yet"),
         ("sglang.d1t16+d8", 4, 8, "a server must fit into one node: got d1p1t16"),
@@ -110,11 +110,11 @@ def test_servers_of_others_must_have_addresses(monkeypatch):
         ("d4", 1, 4, "must name servers for reinforcement learning"),
     ],
 )
-def test_refusals(mode, nodes, gpus, told):
-    if told is None:
+def test_refusals(mode, nodes, gpus, message):
+    if message is None:
         plan_of(mode, nodes, gpus)
         return
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         plan_of(mode, nodes, gpus, "rollout.weight_update=disk")
 
 
@@ -146,9 +146,9 @@ def test_dry_run_of_this_node(capsys, tmp_path):
     entry.write_text("")
     argv = [str(entry), "--config", str(GRPO), "--dry-run", "allocation_mode=lite.d2+d2", "cluster.n_gpus_per_node=0"]
     assert local_main([*argv, f"cluster.fileroot={tmp_path}"]) == 0
-    told = capsys.readouterr().out
-    assert "node 0\n  server-0       log server-0.log\n" in told
-    assert "  trainer-{0-1}  log trainer-{0-1}.log\n" in told
+    message = capsys.readouterr().out
+    assert "node 0\n  server-0       log server-0.log\n" in message
+    assert "  trainer-{0-1}  log trainer-{0-1}.log\n" in message
     assert list(tmp_path.iterdir()) == [entry], "nothing may be written"
 
 
@@ -174,5 +174,5 @@ def test_dry_run_of_the_documented_ray_command(monkeypatch, capsys):
     argv += ["experiment_name=my_experiment", "trial_name=my_trial", "allocation_mode=sglang.d12p1t1+d4p1t1"]
     argv += ["cluster.n_nodes=4", "cluster.n_gpus_per_node=4", "cluster.fileroot=/runs"]
     assert ray_main([*argv, "--dry-run"]) == 0
-    told = capsys.readouterr().out.replace(f"{REPOSITORY}/", "")
-    assert told == (Path(__file__).parent / "golden" / "ray_4x4.txt").read_text()
+    message = capsys.readouterr().out.replace(f"{REPOSITORY}/", "")
+    assert message == (Path(__file__).parent / "golden" / "ray_4x4.txt").read_text()

@@ -57,8 +57,10 @@ def test_a_log_that_can_not_be_opened_is_told_and_the_console_continues(tmp_path
     output.feed(b"line\n")
     output.close()
     console.close()
-    told, line = stream.getvalue().splitlines()
-    assert told.startswith(f"p | ERROR: this log ends here: {tmp_path}/p.log must be writable: got IsADirectoryError")
+    message, line = stream.getvalue().splitlines()
+    assert message.startswith(
+        f"p | ERROR: this log ends here: {tmp_path}/p.log must be writable: got IsADirectoryError"
+    )
     assert line == "p | line"
 
 
@@ -158,7 +160,7 @@ def test_a_terminal_that_went_away_ends_the_writing_without_an_error():
     errors: list[object] = []
     hook, threading.excepthook = threading.excepthook, errors.append
     try:
-        console.line("nobody sees it")
+        console.line("not seen")
         console.close()
     finally:
         threading.excepthook = hook

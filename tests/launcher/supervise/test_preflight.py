@@ -76,7 +76,7 @@ def test_problems_are_one_line_each_and_nothing_starts(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "memory", "told"),
+    ("gpu", "memory", "message"),
     [
         (None, 2**20, "problem: memory: the run needs about 0.00 of 0.0 GiB"),
         (None, 2**40, ""),
@@ -85,15 +85,15 @@ def test_problems_are_one_line_each_and_nothing_starts(folder: Path) -> None:
     ],
 )
 def test_what_no_device_holds_is_refused_and_what_others_use_is_a_warning(
-    folder: Path, capfd: pytest.CaptureFixture[str], gpu: tuple[int, int] | None, memory: int, told: str
+    folder: Path, capfd: pytest.CaptureFixture[str], gpu: tuple[int, int] | None, memory: int, message: str
 ) -> None:
     (folder / "train.py").write_text(ENTRY.format(body="return 1.0"))
     node = Node(() if gpu is None else (Gpu("0", "A", *gpu),), 1, memory, memory)
     words = ["--config", str(folder / "c.yaml"), f"cluster.n_gpus_per_node={len(node.gpus)}"]
     words += ["allocation_mode=d1", "rollout.server_addrs=a:1"] if gpu else []
-    assert check(str(folder / "train.py"), words, preflight=node) == told.startswith("problem")
+    assert check(str(folder / "train.py"), words, preflight=node) == message.startswith("problem")
     shown = capfd.readouterr().err
-    assert told in shown and (told or "memory" not in shown)
+    assert message in shown and (message or "memory" not in shown)
 
 
 def test_completions_are_no_longer_than_the_context_in_the_plan(
@@ -123,14 +123,14 @@ def test_torchruns_commands_come_after_a_call_of_the_reward_with_the_first_row(f
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "message"),
     [
         ("def own(completions, **kwargs):\n    return data", "must not raise: got NameError: name 'data' is not"),
         ("def own(completions, **kwargs) -> list[float]: ...", "must score one completion: got own"),
     ],
 )
 def test_rewards_that_the_config_names_are_called(
-    tmp_path: Path, folder: Path, body: str, told: str, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, folder: Path, body: str, message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The check itself; that a launcher starts it, and obeys its status, is tested above."""
     own = tmp_path / f"{tmp_path.name}.py"  # a process knows one file of a name
@@ -143,7 +143,7 @@ def test_rewards_that_the_config_names_are_called(
     assert check(str(script), ["--config", str(folder / "c.yaml"), several], preflight=this_node()) == 1
     shown = capfd.readouterr()
     (line,) = (shown.out + shown.err).splitlines()
-    assert line.startswith("problem: reward: ") and told in line
+    assert line.startswith("problem: reward: ") and message in line
 
 
 @pytest.mark.parametrize("override", ["launcher.preflight=true", "launcher.preflight=false"])
