@@ -37,7 +37,6 @@ Sources = dict[str, Tree]
 """Values by the place that they were given in, which an error names; later ones win."""
 
 _ABSENT = object()
-_MAX_DEPTH = 100  # of blocks in blocks
 _HEADER = "# from environment variables: "
 _ARTICLES = {"block": "a ", "list": "a ", "number": "a ", "integer": "an "}
 
@@ -166,7 +165,6 @@ def read_yaml(path: str) -> Tree:
     if not os.path.isfile(path):
         raise ConfigError(f"--config must name a YAML file: got {path!r}, which does not exist. Correct the path.")
     try:
-        _check_depth(path)
         loaded = OmegaConf.load(path)
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, OSError) as error:
         raise ConfigError(f"{path} must be a YAML file: got {error}. Correct it there.") from error
@@ -174,16 +172,6 @@ def read_yaml(path: str) -> Tree:
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold `key: value` lines: got a list. Write keys at the top level.")
     return cast(Tree, values)
-
-
-def _check_depth(path: str) -> None:
-    """Refuse what would overflow the stack of libyaml's loader, which ends the process."""
-    depth = 0
-    with open(path, "rb") as file:
-        for event in yaml.parse(file):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > _MAX_DEPTH:
-                raise ValueError(f"blocks in blocks, more than {_MAX_DEPTH} deep")
 
 
 def read_overrides(overrides: list[str]) -> Tree:
