@@ -302,10 +302,10 @@ def _check_correction(actor: PPOActorConfig) -> None:
         lower is None or upper is None or lower < upper,
         f"actor.correction.lower must be less than actor.correction.upper: got {lower} and {upper}. Exchange them.",
     )
-    needs_upper = correction.action == "truncate"
-    is_ratio = needs_upper or (correction.action == "mask" and correction.metric != "k1")
+    is_missing = upper is None and correction.action == "truncate"
+    bounds_ratio = correction.action == "truncate" or (correction.action == "mask" and correction.metric != "k1")
     require(
-        upper > 0 or not is_ratio if upper is not None else not needs_upper,
+        not is_missing and (upper is None or upper > 0 or not bounds_ratio),
         f"actor.correction.upper must be above 0 with actor.correction.action {correction.action}: got {upper}. "
         "Set e.g. actor.correction.upper=2.",
     )
