@@ -22,8 +22,8 @@ from arealite.launcher.plan.plan import Placement, check_model
 from arealite.utils.devices import visible_gpus
 from arealite.utils.files import reading
 from arealite.utils.network import LOOPBACK, address_toward, host_ip
-from arealite.utils.processes import REGISTRY_VARIABLE, SECRET_VARIABLE
-from arealite.utils.secret import check_length, is_loopback, secret_of_environment
+from arealite.utils.processes import REGISTRY_VARIABLE
+from arealite.utils.secret import SECRET_VARIABLE, check_length, is_loopback, secret_of_environment
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,8 +16,7 @@ from arealite.launcher.plan.jobs import trainer_threads
 from arealite.launcher.plan.plan import Run, refuse_workers
 from arealite.launcher.supervise.preflight import preflight
 from arealite.launcher.supervise.run import command
-from arealite.utils.processes import SECRET_VARIABLE
-from arealite.utils.secret import ensure_secret
+from arealite.utils.secret import SECRET_VARIABLE, ensure_secret
 
 RENDEZVOUS_PORT = 29400
 MAX_RESTARTS = 3

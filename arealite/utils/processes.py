@@ -29,13 +29,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 # Environment variables that a launcher sets for the processes of a run.
 SERVER_ADDRS_VARIABLE = "AREAL_LLM_SERVER_ADDRS"  # of the inference servers: host:port, separated by commas
 RESTART_VARIABLE = "AREAL_RECOVER_RUN"  # `1` if the run is restarted after a failure
-SECRET_VARIABLE = "AREALITE_SECRET"  # secret of the run, which its servers require with every request
 REGISTRY_VARIABLE = "AREALITE_REGISTRY"  # the registry of the run: host:port, or the path of its registry.json
-
-
-def environment_without_secret() -> dict[str, str]:
-    """Return this process's environment for a child that needs no access to servers."""
-    return {name: value for name, value in os.environ.items() if name != SECRET_VARIABLE}
 
 
 class QuietCollector:

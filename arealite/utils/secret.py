@@ -11,9 +11,10 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from arealite.utils.files import reading, write_atomically
-from arealite.utils.processes import SECRET_VARIABLE
 
 SECRET_FILE = ".secret"
+SECRET_VARIABLE = "AREALITE_SECRET"
+"""Secret of the run, which its servers require with every request. Here, as servers of other environments read it."""
 _SCHEME = "Bearer "
 _MIN_LENGTH, _MAX_LENGTH = 16, 1024
 

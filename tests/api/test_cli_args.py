@@ -554,10 +554,8 @@ def test_pairs_given_together(tmp_path: Path) -> None:
 
 
 def test_only_an_allocation_lets_servers_sleep(tmp_path: Path) -> None:
-    for mode in ("sglang.d1+d1", ""):
-        assert not load(
-            tmp_path, MINIMAL, f"allocation_mode={mode}", "rollout.servers_sleep=true"
-        ).rollout.servers_sleep
+    for mode in (["allocation_mode=sglang.d1+d1"], []):
+        assert not load(tmp_path, MINIMAL, *mode, "rollout.servers_sleep=true").rollout.servers_sleep
     assert load(tmp_path, MINIMAL, "allocation_mode=sglang.d1|d1").rollout.servers_sleep
 
 

@@ -19,8 +19,8 @@ from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.api.config.loader import to_yaml
 from arealite.cli.main import main
 from arealite.utils.network import LOOPBACK, host_ip
-from arealite.utils.processes import REGISTRY_VARIABLE, SECRET_VARIABLE
-from arealite.utils.secret import ensure_secret
+from arealite.utils.processes import REGISTRY_VARIABLE
+from arealite.utils.secret import SECRET_VARIABLE, ensure_secret
 
 DEADLINE_S = 180.0
 

@@ -27,8 +27,8 @@ from arealite.api.run_folder import RunFolder
 from arealite.launcher.plan.jobs import server_job
 from arealite.launcher.plan.plan import make_plan
 from arealite.utils.distributed import NODE_TIMEOUT_S
-from arealite.utils.processes import REGISTRY_VARIABLE, SECRET_VARIABLE, descendants, is_alive, send_signal, wait_gone
-from arealite.utils.secret import ensure_secret
+from arealite.utils.processes import REGISTRY_VARIABLE, descendants, is_alive, send_signal, wait_gone
+from arealite.utils.secret import SECRET_VARIABLE, ensure_secret
 from cluster import paced
 from cluster.common import Broken, Program, last_step, program, skip, wait_until
 from cluster.followed import PACED, say, tell_result

@@ -29,8 +29,8 @@ from arealite.inference.http import ServerConnection, StatusError
 from arealite.inference.pool import NO_VERSION, Server, ServerFacts, ServerPool
 from arealite.inference.registry import RegistryClient, RemovedError, ServerEntry
 from arealite.inference.remote_engine import RemoteInferenceEngine
-from arealite.utils.processes import REGISTRY_VARIABLE, SECRET_VARIABLE
-from arealite.utils.secret import ensure_secret
+from arealite.utils.processes import REGISTRY_VARIABLE
+from arealite.utils.secret import SECRET_VARIABLE, ensure_secret
 
 LIMIT_S = 120.0
 SECRET = "secret of this run"

@@ -17,8 +17,7 @@ from tiny_models import build, config, tokenizer
 from arealite.inference.http import ServerConnection, StatusError, deadline_in, open_session
 from arealite.server.__main__ import main
 from arealite.server.app import Server
-from arealite.utils.processes import SECRET_VARIABLE
-from arealite.utils.secret import authorization
+from arealite.utils.secret import SECRET_VARIABLE, authorization
 
 SECRET = "s3cret"
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from arealite.utils.processes import SECRET_VARIABLE
 from arealite.utils.secret import (
     SECRET_FILE,
+    SECRET_VARIABLE,
     authorization,
     check_exposed,
     ensure_secret,

@@ -196,7 +196,8 @@ def check_sampler(gconfig: GenerationHyperparameters, key: str, backend: str) ->
     limits, temperature = KINDS[backend], gconfig.temperature
     require(
         gconfig.min_new_tokens <= gconfig.max_new_tokens,
-        f"{key}.min_new_tokens must be at most max_new_tokens, {gconfig.max_new_tokens}: got {gconfig.min_new_tokens}.",
+        f"{key}.min_new_tokens must be at most {key}.max_new_tokens: got {gconfig.min_new_tokens} and "
+        f"{gconfig.max_new_tokens}. Lower the first or raise the second.",
     )
     require(
         temperature <= limits.max_temperature,
@@ -267,8 +268,8 @@ def check_objective(actor: PPOActorConfig, gconfig: GenerationHyperparameters, r
     )
     require(
         actor.ppo_n_minibatches <= rollout.consumer_batch_size,
-        f"actor.ppo_n_minibatches must be at most rollout.consumer_batch_size, {rollout.consumer_batch_size}: got "
-        f"{actor.ppo_n_minibatches}. Lower it or raise train_dataset.batch_size.",
+        f"actor.ppo_n_minibatches must be at most rollout.consumer_batch_size: got {actor.ppo_n_minibatches} "
+        f"and {rollout.consumer_batch_size}. Lower the first or raise train_dataset.batch_size.",
     )
 
 

@@ -36,7 +36,7 @@ from arealite.launcher.place.local import JobRun
 from arealite.launcher.serve.registration import Registration
 from arealite.utils import processes
 from arealite.utils.network import LOOPBACK, hold_port, port_of
-from arealite.utils.secret import authorization, check_exposed, is_loopback, secret_of_environment
+from arealite.utils.secret import SECRET_VARIABLE, authorization, check_exposed, is_loopback, secret_of_environment
 from arealite.utils.terminal import Parser
 
 REFUSED = 2
@@ -211,7 +211,7 @@ def _registration(args: argparse.Namespace, address: str) -> Registration:
         return Registration(None, entry)
     if (secret := secret_of_environment()) is None:
         raise ConfigError(
-            f"{processes.SECRET_VARIABLE} must be the secret of the run: got nothing. It is in .secret of its folder."
+            f"{SECRET_VARIABLE} must be the secret of the run: got nothing. It is in .secret of its folder."
         )
     if args.host == "0.0.0.0":
         raise ConfigError("--host must be one address, which trainers connect to: got 0.0.0.0. Name an interface's.")

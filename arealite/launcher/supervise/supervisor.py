@@ -23,7 +23,8 @@ from arealite.launcher.supervise.console import Output
 from arealite.launcher.supervise.jobs import Jobs
 from arealite.utils import trace
 from arealite.utils.files import read_jsonl
-from arealite.utils.processes import REGISTRY_VARIABLE, SECRET_VARIABLE, SERVER_ADDRS_VARIABLE
+from arealite.utils.processes import REGISTRY_VARIABLE, SERVER_ADDRS_VARIABLE
+from arealite.utils.secret import SECRET_VARIABLE
 from arealite.watchdog.stall import StallWatch
 
 _CLEAN_UP_S = 15.0

@@ -88,7 +88,7 @@ def test_what_looks_like_a_typo_is_said_before_anything_starts(load, caplog):
         ("actor.fsdp.offload=true", "It is called actor.fsdp.offload_params here."),
         ("actor.eps_clip=2", "actor.eps_clip must be less than 1: got 2"),
         ("recover.mode=auto", "recover must have a trigger"),
-        ("rollout.pause_mode=wait", "rollout.pause_mode must be abort, retract or in_place for lite"),
+        ("rollout.pause_mode=wait", "rollout.pause_mode must be abort or retract or in_place for lite"),
         ("gconfig.max_new_tokens=4096", "lite.context must be greater than max_new_tokens"),
     ],
 )

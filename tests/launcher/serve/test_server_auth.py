@@ -19,8 +19,8 @@ from testing_quickstart import make_tiny_model
 
 from arealite.launcher.serve.wrapper import Message, RequireSecret
 from arealite.utils.network import LOOPBACK, hold_port, port_of
-from arealite.utils.processes import SECRET_VARIABLE, descendants, kill_tree
-from arealite.utils.secret import authorization
+from arealite.utils.processes import descendants, kill_tree
+from arealite.utils.secret import SECRET_VARIABLE, authorization
 
 SECRET = "0123456789abcdef-the-secret"
 READY_S = 300.0
