@@ -594,7 +594,7 @@ def test_keys_that_must_be_given(tmp_path: Path, key: str) -> None:
         ("- a", "at the top level"),
         ("5", "must"),
     ],
-    ids=["cut", "twice", "number", "depth", "list", "scalar"],
+    ids=["cut", "twice", "number", "list", "scalar"],
 )
 def test_files_that_are_no_config(tmp_path: Path, text: str, message: str) -> None:
     assert message in refusal(tmp_path, text)
