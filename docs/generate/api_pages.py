@@ -1,4 +1,4 @@
-"""Pages of the Python interface: one per room, with every public function and class, by mkdocstrings."""
+"""Pages of the Python API: one per package, with every public function and class, by mkdocstrings."""
 
 import ast
 import functools
@@ -8,7 +8,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "arealite"
 FOLDER = "reference/api"
 PROGRAMS = {"cli", "launcher", "server", "viewer", "watchdog"}
-"""Rooms that are run, not imported: their pages are those of commands."""
+"""Packages that are programs, not imports: the page of commands covers them."""
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -20,9 +20,9 @@ def pages() -> dict[str, str]:
     programs = sorted(room for room in PROGRAMS if (PACKAGE / room).is_dir())
     index = [
         "# Python\n",
-        "Every public class and function of the rooms that programs of yours import, with types. Rooms that are run "
-        f"({', '.join(f'`{room}`' for room in programs)}) have [commands](../commands.md) instead. "
-        "[The floor plan](../../architecture.md#floor-plan) says what lives in which room.\n",
+        "Every public class and function of the packages that your programs import, with types. Packages of programs "
+        f"({', '.join(f'`{room}`' for room in programs)}) are on the page of [commands](../commands.md). "
+        "[The floor plan](../../architecture.md#floor-plan) describes the packages.\n",
         "## `from arealite import ...`\n",
         "| name | what it is |\n|---|---|",
         *exported(),
@@ -38,7 +38,7 @@ def pages() -> dict[str, str]:
 
 @functools.cache
 def modules() -> list[tuple[str, list[Definition]]]:
-    """Return the modules of rooms that are imported, with their public functions and classes."""
+    """Return the modules of the importable packages, with their public functions and classes."""
     return [*_modules()]
 
 
@@ -58,7 +58,7 @@ def definitions(file: Path) -> list[Definition]:
 
 
 def exported() -> Iterator[str]:
-    """Yield a row for each name that the package itself has, in alphabetical order, with the first line on it."""
+    """Yield a row for each exported name, in alphabetical order, with the first line of its docstring."""
     homes = {node.name: (module, node) for module, nodes in modules() for node in nodes}
     nodes = ast.walk(ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8")))
     imports = [
@@ -71,6 +71,6 @@ def exported() -> Iterator[str]:
 
 
 def _linked(module: str) -> str:
-    """Return a link to the module on the page of its room."""
+    """Return a link to the module on the page of its package."""
     _, room, *rest = module.split(".")
     return f"[`{'.'.join(rest) or room}`]({room}.md#{module})"

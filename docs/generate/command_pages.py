@@ -1,4 +1,4 @@
-"""The page of commands: what `--help` of each prints."""
+"""The page of commands: the `--help` of each."""
 
 import contextlib
 import io
@@ -23,7 +23,7 @@ def pages() -> dict[str, str]:
     """Return the page, by path."""
     lines = [
         "# Commands\n",
-        "What `--help` prints. Keys of a config (`key=value`) are those of [the configuration](config/index.md).\n",
+        "The output of `--help`. Keys of a config (`key=value`) are listed under [configuration](config/index.md).\n",
         *(f"## `{title}`\n\n```text\n{text}```\n" for title, text in helps()),
     ]
     return {PATH: "\n".join(lines)}
@@ -52,7 +52,7 @@ def _main(name: str) -> Any:
 
 
 def _help(main: Callable[[Sequence[str]], object], words: list[str]) -> str:
-    """Return what `--help` prints after these words, 84 columns wide and without colours."""
+    """Return the output of `--help` after these words, 84 columns wide and without colours."""
     before = dict(os.environ)
     os.environ |= {"COLUMNS": "84", "NO_COLOR": "1"}
     try:

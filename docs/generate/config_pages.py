@@ -31,7 +31,7 @@ def declared_keys() -> dict[str, Declared]:
 
 
 def pages() -> dict[str, str]:
-    """Return one page per block of the top level and one of all others, by path; a key is a heading of one page."""
+    """Return one page per top-level block and one page of all other keys, by path; each key is one heading."""
     blocks: dict[str, list[str]] = {}
     keys = declared_keys()
     for name, declared in keys.items():
@@ -43,12 +43,12 @@ def pages() -> dict[str, str]:
 
 
 def _index(keys: dict[str, Declared], blocks: dict[str, list[str]]) -> str:
-    """Return the page of the keys that have no block, which leads to the others."""
+    """Return the page of keys outside blocks, which links to the other pages."""
     lines = [
         f"# Configuration\n\nAll {len(keys)} keys and blocks of {_listed(cls.__name__ for cls in experiments())}, as "
-        "their classes declare them. `python3 SCRIPT.py --help` prints those of a script; `--dry-run` and the "
-        "`config.yaml` of a run have the values. A key that *follows* another one has its value unless it is given.\n",
-        "| block | what it holds | of |\n|---|---|---|",
+        "declared by their classes. `python3 SCRIPT.py --help` prints the keys of a script; `--dry-run` and the "
+        "`config.yaml` of a run show the values. A key that *follows* another key has its value unless it is given.\n",
+        "| block | contents | experiments |\n|---|---|---|",
     ]
     for top in filter(None, blocks):
         doc = max((key.doc for key in keys[top].values()), key=len)  # where there are several, the one that tells more
@@ -57,7 +57,7 @@ def _index(keys: dict[str, Declared], blocks: dict[str, list[str]]) -> str:
 
 
 def _section(name: str, declared: Declared) -> str:
-    """Return heading, type, default and meaning of a key; a line for each, where experiments differ."""
+    """Return heading, type, default and meaning of a key; a line per experiment if they differ."""
     is_block = any(key.block for key in declared.values())
     level = "###" if not is_block else "##" if "." in name else "#"
     told: dict[tuple[str, str], list[str]] = {}

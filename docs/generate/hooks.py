@@ -20,7 +20,7 @@ _IN_SEARCH = "---\nsearch:\n  {}\n---\n"
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put the generated pages into the navigation, and pages that it does not name at the end of the guides."""
+    """Add the generated pages to the navigation, and unlisted pages at the end of the guides."""
     config.site_url = outside.site_url()
     generated: list[Any] = [
         {"Configuration": [*config_pages.pages()]},
@@ -80,7 +80,7 @@ def _svg(mermaid: str, origin: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Let links lead to the site's own pages, and show diagrams as pictures."""
+    """Point links to the site's own pages, and replace diagrams by pictures."""
     place = page.file.src_uri
     if page.file.generated_by is None:
         markdown = outside.with_inner_links(markdown, f"docs/{place}", place)

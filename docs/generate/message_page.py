@@ -1,4 +1,4 @@
-"""The page of error messages: every sentence of the form `<what> must <rule>` in the source, to be searched for."""
+"""The page of error messages: every sentence of the form `<what> must <rule>` in the source."""
 
 import ast
 import itertools

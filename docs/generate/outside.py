@@ -8,20 +8,20 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = {"README.md": "readme.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-"""Pages of the repository's root, and where the site has them."""
+"""Pages of the repository's root, and their paths in the site."""
 _LINK = re.compile(r"(\]\()([^)#\s:]+)(#[^)\s]*)?\)")
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sh": "sh"}
 
 
 def site_url() -> str | None:
-    """Return where the site is published, as the package's metadata have it; None if it is not."""
+    """Return the site's address from the package's metadata; None if it is not published."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     urls: dict[str, str] = project.get("urls", {})
     return urls.get("Documentation")
 
 
 def with_inner_links(text: str, origin: str, place: str) -> str:
-    """Return a page whose relative links are those of the site.
+    """Return a page with its relative links changed to those of the site.
 
     `origin` is the page's path in the repository, `place` that in the site.
     """
@@ -34,7 +34,7 @@ def with_inner_links(text: str, origin: str, place: str) -> str:
 
 
 def place_of(path: str) -> str:
-    """Return where the site has a path of the repository."""
+    """Return the site's path of a file of the repository."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     is_shown = path.endswith(tuple(_LANGUAGES)) or (REPOSITORY / path).is_dir()
@@ -60,7 +60,7 @@ def shown(path: str) -> str:
 
 
 def _parts(text: str) -> list[str]:
-    """Split a page into what is outside of fences and, in turn, fences."""
+    """Split a page into alternating parts: outside fences, and fences."""
     return re.split(r"(^ *```.*?^ *```$)", text, flags=re.MULTILINE | re.DOTALL)
 
 
