@@ -19,44 +19,12 @@ from arealite.utils.files import write_atomically
 
 RELOAD_S = 2
 ROW_HEIGHT, LETTER_WIDTH, BAR_WIDTH, END_WIDTH = 26, 7.8, 720, 150
-_PAGE_CSS = Path(viewer.__file__).with_name("page") / "page.css"
-_CSS = """
-.drawing {
-  margin-top: 14px; padding: 16px; overflow-x: auto;
-  background: var(--panel); border: 1px solid var(--rule); border-radius: 10px;
-}
-.drawing svg { display: block; font-family: inherit; }
-.table { margin-top: 14px; }
-.timeline text { font-size: 13px; fill: var(--ink); }
-.timeline .soft { fill: var(--soft); }
-.timeline line { stroke: var(--rule); }
-.timeline rect { fill: var(--blue); }
-.timeline .again rect { fill: var(--panel); stroke: var(--orange); stroke-width: 2; stroke-dasharray: 8 3; }
-.groups :is(th, td):nth-child(2n) { text-align: left; }
-.incidents :is(th, td) { text-align: left; }
-.incidents td + td { width: 100%; white-space: normal; overflow-wrap: anywhere; }
-"""
+_CSS = Path(viewer.__file__).with_name("page") / "page.css", Path(__file__).with_name("page.css")
 
-# The drawing of the graph; colours are CSS variables of the page, with defaults for a drawing on its own.
+# Sizes of the drawing of the graph.
 COLUMN_GAP, ROW_GAP, BOX_WIDTH, BOX_HEIGHT, MARGIN = 56, 20, 216, 74, 8
 NAME_WIDTH = 8.5  # of a letter
 SIGNS = {"waiting": "○", "running": "▶", "done": "✓", "replayed": "↻"}
-
-STYLE = """
-.graph text { font-size: 13px; fill: var(--soft, #5d6675); }
-.graph .name { font-size: 14px; font-weight: 600; fill: var(--ink, #1b1f27); }
-.graph rect { fill: var(--panel, #ffffff); stroke: var(--faint, #c3c9d4); stroke-width: 1.5; }
-.graph path { fill: none; stroke: var(--soft, #5d6675); stroke-width: 1.3; }
-.graph path.after { stroke-dasharray: 2 4; }
-.graph .head { fill: var(--soft, #5d6675); stroke: none; }
-.graph .waiting rect { stroke-dasharray: 5 4; }
-.graph .running rect { stroke: var(--blue, #3a6fd8); stroke-width: 3; }
-.graph .running .state { fill: var(--blue, #3a6fd8); font-weight: 600; }
-.graph .done rect { stroke: var(--green, #238a5c); }
-.graph .done .state { fill: var(--green, #238a5c); }
-.graph .replayed rect { stroke: var(--orange, #d17a1f); stroke-width: 2.5; stroke-dasharray: 12 3; }
-.graph .replayed .state { fill: var(--orange, #d17a1f); }
-"""
 
 
 @dataclass(frozen=True)
@@ -118,7 +86,7 @@ def render(run: RunFolder, progress: Progress, *, now: float) -> str:
 {reload}
 <title>{title}</title>
 <style>
-{_PAGE_CSS.read_text(encoding="utf-8")}{_CSS}</style>
+{"".join(path.read_text(encoding="utf-8") for path in _CSS)}</style>
 </head>
 <body>
 <main>
@@ -152,7 +120,6 @@ def svg(graph: DataFlowGraph, states: Mapping[str, CallState]) -> str:
     lines = [
         f'<svg class="graph" xmlns="http://www.w3.org/2000/svg" role="img" aria-label="dataflow graph" '
         f'width="{right:g}" height="{bottom:g}" viewBox="0 0 {right:g} {bottom:g}" font-family="sans-serif">',
-        f"<style>{STYLE}</style>",
         '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" '
         'markerUnits="userSpaceOnUse" orient="auto"><path class="head" d="M0 0 8 4 0 8z"/></marker></defs>',
     ]
