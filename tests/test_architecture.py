@@ -55,7 +55,7 @@ ROOM_CEILINGS = {
     "api": 2898,
     "chat": 483,
     "cli": 2209,
-    "core": 2194,
+    "core": 2162,
     "dataset": 885,
     "engine": 2119,
     "generation": 960,
@@ -66,7 +66,7 @@ ROOM_CEILINGS = {
     "rollout": 2320,
     "server": 619,
     "trainer": 883,
-    "utils": 2056,
+    "utils": 2040,
     "viewer": 1165,
     "watchdog": 217,
     "weights": 190,
@@ -74,9 +74,9 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 28577,
+    "code of the package": 28492,
     "files of a GRPO run": 145,
-    "code of a GRPO run": 17792,
+    "code of a GRPO run": 17776,
     "import depth": 18,
     "keys of a GRPO config": 357,
     "lines of pages": 5671,
