@@ -25,8 +25,7 @@ from arealite.api.errors import NODE_LOST, ConfigError
 from arealite.launcher.place.slurm import ask_slurm
 from arealite.launcher.plan.jobs import plan_lines
 from arealite.launcher.plan.plan import Run, cpus_and_mebibytes, refuse_workers
-from arealite.launcher.supervise.preflight import preflight
-from arealite.launcher.supervise.run import command
+from arealite.launcher.supervise.run import command, preflight
 from arealite.utils.files import write_atomically, writing
 
 _LOOK_S = 0.2  # between two looks at the job's output

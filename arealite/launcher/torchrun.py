@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from arealite.api.errors import ConfigError
 from arealite.launcher.plan.jobs import trainer_threads
 from arealite.launcher.plan.plan import Run, refuse_workers
-from arealite.launcher.supervise.preflight import preflight
-from arealite.launcher.supervise.run import command
+from arealite.launcher.supervise.run import command, preflight
 from arealite.utils.secret import SECRET_VARIABLE, ensure_secret
 
 RENDEZVOUS_PORT = 29400

@@ -8,25 +8,28 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 
 import yaml
 
 from arealite.api.cli_args import to_yaml
-from arealite.api.config.run import load_run_config
+from arealite.api.config.run import declared_check, load_run_config
 from arealite.api.errors import NODE_LOST, REFUSED, ConfigError, require_linux
 from arealite.api.run_folder import OF_TRIAL, RunFolder
 from arealite.api.script import show_refusal
 from arealite.inference.registry import Registry
 from arealite.launcher.place.base import Place
-from arealite.launcher.plan.jobs import plan_lines
-from arealite.launcher.plan.plan import Run, checked_plan, entry_script, trains
-from arealite.launcher.supervise.preflight import preflight
+from arealite.launcher.plan.jobs import environment, plan_lines
+from arealite.launcher.plan.plan import Run, checked_plan, entry_script, setup_timeout_s, trains
 from arealite.launcher.supervise.supervisor import Supervisor, pause_s
 from arealite.utils.files import empty_folder, file_lock, reading, require_object, write_atomically, writing
+from arealite.utils.processes import describe_exit, die_with_parent, exit_status, kill_tree
 from arealite.utils.secret import ensure_secret
 from arealite.utils.terminal import Parser, until_reader_leaves
 
+_PROBLEMS = 1  # exit status of the check
 _LOCK_TIMEOUT_S = 5.0  # how long another launcher of the same run may take to end
 EPILOG = (
     "exit status: 0 done, 2 config error, 3 a server ended, 4 the run stalled, 5 a node was lost, "
@@ -86,6 +89,47 @@ def command(
         return REFUSED
     except KeyboardInterrupt:  # before the run installs its own handlers
         return 128 + signal.SIGINT
+
+
+def preflight(run: Run, *, is_dry_run: bool = False, is_here: bool = False) -> None:
+    """Raise ConfigError if the cheap half of `arealite check` reports a problem.
+
+    It has a process of its own, so that a launcher stays light; one that does not end does not hold up the run. A dry
+    run checks the script's declaration alone, and shows it if it is a graph. Memory is checked for a run on this node
+    (`is_here`).
+    """
+    if not (run.config.launcher.preflight and run.plan.trainers):
+        return
+    if is_dry_run and declared_check(run.entry) is None:
+        return
+    topics, hidden = "model, data and reward", {}  # the check hides GPUs itself
+    program = ["arealite.cli.check", "here" if is_here else "elsewhere"]
+    if is_dry_run:
+        topics, program = "what the script declares", ["arealite.cli.check", "declared"]
+        hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    print(f"checking {topics} (launcher.preflight=false skips it)", file=sys.stderr, flush=True)
+    output = None if is_dry_run else 2  # a declaration is shown with the plan
+    command, ours = [sys.executable, "-P", "-m", *program, str(run.entry), *run.argv], os.getpid()
+    env = os.environ | environment(run.config.launcher.trainer_env_vars) | hidden
+    check = subprocess.Popen(
+        command, env=env, stdin=subprocess.DEVNULL, stdout=output, preexec_fn=lambda: die_with_parent(ours)
+    )
+    try:
+        status = exit_status(check.wait(setup_timeout_s(run.config)))
+        end = f"ended with {describe_exit(status)}"
+    except subprocess.TimeoutExpired:
+        status, end = -1, f"took longer than {setup_timeout_s(run.config):g} s"
+    finally:
+        if check.poll() is None:
+            kill_tree(check.pid)
+            check.wait()
+    if status == 128 + signal.SIGINT:
+        raise KeyboardInterrupt
+    if status == _PROBLEMS:
+        raise ConfigError("the problems above must be solved: nothing was started.")
+    if status != 0:
+        consequence = "nothing was checked" if is_dry_run else "the run starts without it"
+        print(f"the check {end}: {consequence}", file=sys.stderr, flush=True)
 
 
 def launch(
