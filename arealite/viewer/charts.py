@@ -117,11 +117,11 @@ def _line(
     rows: Sequence[Row], key: str, colour: str, name: str = "", *, x: str = "step", **options: Any
 ) -> list[Trace]:
     """Draw a key of the rows; a null between values is a gap in the curve, and nulls alone give no curve."""
-    found = [row for row in rows if key in row]
-    if all(row[key] is None for row in found):
+    known = [row for row in rows if key in row]
+    if all(row[key] is None for row in known):
         return []
-    points = {"x": [row.get(x, row["step"]) for row in found], "y": [row[key] for row in found]}
-    trace = {"type": "scatter", "mode": "lines" if len(found) > 1 else "markers", **points, "name": name or key}
+    points = {"x": [row.get(x, row["step"]) for row in known], "y": [row[key] for row in known]}
+    trace = {"type": "scatter", "mode": "lines" if len(known) > 1 else "markers", **points, "name": name or key}
     return [trace | {"line": {"color": colour, "width": 2}, "marker": {"color": colour}} | options]
 
 
@@ -211,8 +211,8 @@ def _over_time(rows: Sequence[Row]) -> Chart:
 def _phases(rows: Sequence[Row]) -> list[Trace]:
     """Stack the timers of each step; `other` is the rest of the step."""
     timed = [row for row in rows if row.get("time/step_s")]
-    found = {key for row in timed for key in row if key.startswith("time/")} - {"time/step_s"}
-    keys = [*(key for key in PHASES if key in found), *sorted(found.difference(PHASES))]
+    timers = {key for row in timed for key in row if key.startswith("time/")} - {"time/step_s"}
+    keys = [*(key for key in PHASES if key in timers), *sorted(timers.difference(PHASES))]
     bars = [
         (key.removeprefix("time/").removesuffix("_s"), colour, [row.get(key) or 0.0 for row in timed])
         for key, colour in zip(keys, itertools.cycle(PHASE_COLOURS))

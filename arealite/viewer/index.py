@@ -82,14 +82,14 @@ class RowIndex:
         `names` are their folders, each with its number of rows.
         """
         start = min(max(start, 0), len(self)) if generation == self.generation else 0
-        found: dict[str, Any] = {"generation": self.generation, "start": start, "count": len(self) - start}
+        columns: dict[str, Any] = {"generation": self.generation, "start": start, "count": len(self) - start}
         files = [file for file in self._files if file.end > start]
         places = [max(start - file.start, 0) for file in files]
-        found["names"] = [(file.path.parent.name, file.groups[-1] - place) for file, place in zip(files, places)]
+        columns["names"] = [(file.path.parent.name, file.groups[-1] - place) for file, place in zip(files, places)]
         for key in files[0].columns if files else ():
             parts = [file.columns[key][place:] for file, place in zip(files, places)]
-            found[key] = [*itertools.chain(*parts)] if key == "prompt_id" else np.concatenate(parts)
-        return found
+            columns[key] = [*itertools.chain(*parts)] if key == "prompt_id" else np.concatenate(parts)
+        return columns
 
     def row(self, generation: int, number: int) -> dict[str, Any]:
         """Return a row, with its folder as `name`."""
@@ -97,8 +97,8 @@ class RowIndex:
 
     def rows(self, generation: int, numbers: Sequence[int]) -> Iterator[dict[str, Any]]:
         """Yield rows in turn, with the numbers of their update; neighbours are read together."""
-        found = (self._place(generation, number) for number in numbers)
-        for (path, group), same in itertools.groupby(found, key=lambda place: (place[0].path, place[1])):
+        located = (self._place(generation, number) for number in numbers)
+        for (path, group), same in itertools.groupby(located, key=lambda place: (place[0].path, place[1])):
             (file, *_), *_ = within = [*same]
             start, problems = file.groups[group - 1] if group else 0, list[str]()
             places = [place for _, _, place in within]
@@ -119,15 +119,15 @@ class RowIndex:
         Return the numbers of the matches, and the end of the rows left to search, `rows.start` when none are left.
         """
         self._require(generation)
-        deadline, found = time.monotonic() + seconds, list[int]()
+        deadline, matches = time.monotonic() + seconds, list[int]()
         for file in reversed([file for file in self._files if file.start < rows.stop and file.end > rows.start]):
             try:
-                found += [number for number in (_holding(file.path, text) + file.start).tolist() if number in rows]
+                matches += [number for number in (_holding(file.path, text) + file.start).tolist() if number in rows]
             except FileError as error:
                 self._complain(error)
             if time.monotonic() >= deadline:
-                return found, max(file.start, rows.start)
-        return found, rows.start
+                return matches, max(file.start, rows.start)
+        return matches, rows.start
 
     def _complain(self, error: FileError) -> None:
         if str(error) not in self.problems:
@@ -145,8 +145,8 @@ class RowIndex:
         """Queue new files, or start again if a file is gone."""
         if self._folder.is_dir():
             with os.scandir(self._folder) as entries:
-                found = {entry.name: stamp(Path(entry)) for entry in entries if entry.is_dir()}
-            times = {name: status[1] for name, status in found.items() if status is not None}
+                statuses = {entry.name: stamp(Path(entry)) for entry in entries if entry.is_dir()}
+            times = {name: status[1] for name, status in statuses.items() if status is not None}
         else:
             times = {}
         if self._only is not None:
@@ -205,18 +205,18 @@ def _columns(path: Path) -> tuple[dict[str, Any], list[int]]:
     table, groups = read_columns(path, _COLUMNS)
     with reading(path, pa.ArrowException):
         kind, _, number = path.parent.name.rpartition("_")
-        found: dict[str, Any] = {"prompt_id": table.column("prompt_id").cast(pa.string()).fill_null("").to_pylist()}
-        found |= {key: table.column(key).cast(kind).to_numpy() for key, kind in _NUMBERS.items()}
+        columns: dict[str, Any] = {"prompt_id": table.column("prompt_id").cast(pa.string()).fill_null("").to_pylist()}
+        columns |= {key: table.column(key).cast(kind).to_numpy() for key, kind in _NUMBERS.items()}
         step = int(number) if number.isdecimal() else -1
-        found["step"] = np.full(len(table), step, np.int32)
-        found["sampled"], found["tokens"], oldest = _of_tokens(table)
-        found["truncated"] = np.zeros(len(table), bool)
+        columns["step"] = np.full(len(table), step, np.int32)
+        columns["sampled"], columns["tokens"], oldest = _of_tokens(table)
+        columns["truncated"] = np.zeros(len(table), bool)
         if "more" in table.column_names:
             no_eos = pc.struct_field(table.column("more"), "no_eos")
-            found["truncated"] = pc.fill_null(no_eos.cast(pa.bool_()), False).to_numpy()
+            columns["truncated"] = pc.fill_null(no_eos.cast(pa.bool_()), False).to_numpy()
         is_known = (oldest < _NONE) & (kind == "step")
-        found["staleness"] = np.where(is_known, step - oldest, -1).astype(np.int32)
-        return found, groups
+        columns["staleness"] = np.where(is_known, step - oldest, -1).astype(np.int32)
+        return columns, groups
 
 
 def _of_tokens(table: pa.Table) -> tuple[Any, Any, Any]:

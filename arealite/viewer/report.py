@@ -59,5 +59,5 @@ def freeze(view: RunView, generation: int, numbers: Sequence[int]) -> str:
     page = re.sub("<title>[^<]*", lambda _: title, files["view.html"])
     page = page.replace("<script ", f'<script type="application/json" id="data">{inside}</script>\n<script ', 1)
     styles = '<link rel="stylesheet" href="files/(.*?)">'
-    page = re.sub(styles, lambda found: f"<style>\n{files[found[1]]}</style>", page)
-    return re.sub('<script src="files/(.*?)">', lambda found: f"<script>\n{files[found[1]]}", page)
+    page = re.sub(styles, lambda match: f"<style>\n{files[match[1]]}</style>", page)
+    return re.sub('<script src="files/(.*?)">', lambda match: f"<script>\n{files[match[1]]}", page)

@@ -123,8 +123,8 @@ class RunView:
         """Return the columns of the rows from `start` on, and whether the index is complete."""
         with self._lock:
             is_complete = self._index.grow(SLICE_S)
-            found = self._index.columns(generation, start)
-            return found | {"is_complete": is_complete, "problems": self._index.problems}
+            columns = self._index.columns(generation, start)
+            return columns | {"is_complete": is_complete, "problems": self._index.problems}
 
     def snippets(self, generation: int, numbers: Sequence[int]) -> list[str]:
         with self._lock:
@@ -200,20 +200,20 @@ class RunView:
         ]
 
     def _issues(self, prompt_ids: Collection[str]) -> dict[str, list[dict[str, Any]]]:
-        found: dict[str, list[dict[str, Any]]] = {}
+        issues: dict[str, list[dict[str, Any]]] = {}
         if not (prompt_ids and self._run.ledger.exists()):
-            return found
+            return issues
         with open_for_reading(self._run.ledger) as database:
             wanted = (json.dumps([*prompt_ids]),)
             for issue in _dicts(database.execute(_ISSUES, wanted)):
-                found.setdefault(issue.pop("prompt_id"), []).append(issue)
-            for issue in itertools.chain(*found.values()):
+                issues.setdefault(issue.pop("prompt_id"), []).append(issue)
+            for issue in itertools.chain(*issues.values()):
                 issue["samples"] = _dicts(database.execute(_SAMPLES, (issue["ticket"],)))
-            tickets = json.dumps([issue["ticket"] for issue in itertools.chain(*found.values())])
+            tickets = json.dumps([issue["ticket"] for issue in itertools.chain(*issues.values())])
             kinds = dict(database.execute(_RETRIES, (tickets,)))
-        for issue in itertools.chain(*found.values()):
+        for issue in itertools.chain(*issues.values()):
             issue["retries"] = json.loads(kinds.get(issue["ticket"], "[]"))
-        return found
+        return issues
 
     def untrained(self) -> list[dict[str, Any]]:
         """Return the prompts that are waiting, running, rejected or failed."""
@@ -254,7 +254,7 @@ def _run_folders(folder: Path, depth: int) -> list[Path]:
         children = [child for child in folder.iterdir() if child.is_dir() and not child.name.startswith(".")]
     except OSError:  # removed meanwhile, or not readable
         return []
-    return [found for child in sorted(children) for found in _run_folders(child, depth - 1)] if depth else []
+    return [run for child in sorted(children) for run in _run_folders(child, depth - 1)] if depth else []
 
 
 def _last_numbers(path: Path) -> dict[str, Any]:

@@ -59,14 +59,14 @@ def before_after(folder: Path, *, is_binary: bool = True) -> dict[str, Any] | No
         if counts[change] <= MAX_PAIRS_OF_A_KIND:
             pair = _beside(before[index]["segments"], after[index]["segments"])
             pairs.append({**pair, "rewards": [old, new], "change": change})
-    found = {"first": first, "last": last, "counts": counts, "num_pairs": sum(counts.values()), "pairs": pairs}
-    return found | {"is_binary": is_binary}
+    shown = {"counts": counts, "num_pairs": sum(counts.values()), "pairs": pairs, "is_binary": is_binary}
+    return {"first": first, "last": last} | shown
 
 
 def examples(folder: Path, *, is_binary: bool = True) -> dict[str, Any] | None:
     """Return two completions per prompt of an evaluation: the greedy or the first one, and preferably one with another
     reward. `counts` has the numbers of prompts that are always, sometimes and never solved."""
-    found: dict[tuple[float, str], tuple[str, list[Answer]]] = {}
+    prompts: dict[tuple[float, str], tuple[str, list[Answer]]] = {}
     counts = dict.fromkeys(("always", "sometimes", "unsolved"), 0)
     if not batch_files(folder / "sampled"):
         return None
@@ -78,12 +78,12 @@ def examples(folder: Path, *, is_binary: bool = True) -> dict[str, Any] | None:
         kind = "sometimes" if len(rewards) > 1 else "always" if rewards == {1.0} else "unsolved"
         counts[kind] += 1
         if counts[kind] <= MAX_PAIRS_OF_A_KIND:
-            found[_place(prompt_id)] = kind, answers
+            prompts[_place(prompt_id)] = kind, answers
     for line in read_rows(folder / "greedy"):
-        if (place := _place(line["prompt_id"])) in found:
-            found[place][1].insert(0, ("Greedy", _reward(line), _segments(line)))
+        if (place := _place(line["prompt_id"])) in prompts:
+            prompts[place][1].insert(0, ("Greedy", _reward(line), _segments(line)))
     pairs = []
-    for _, (kind, (first, *others)) in sorted(found.items(), key=lambda item: item[0]):
+    for _, (kind, (first, *others)) in sorted(prompts.items(), key=lambda item: item[0]):
         if others:
             other = next((one for one in others if one[1] != first[1]), others[0])
             both = {"titles": [first[0], other[0]], "rewards": [first[1], other[1]]}

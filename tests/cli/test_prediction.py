@@ -164,11 +164,6 @@ def test_layouts_keep_strategies_and_fit_the_cluster() -> None:
     assert max(sum(group.num_ranks for group in on) for _, on in found) == 6, "beside two servers"
 
 
-def test_many_devices_are_tried_in_units() -> None:
-    found = [on for _, on in layouts(CONFIG, GRAPH, 64)]
-    assert {group.num_ranks for on in found for group in on} == {*range(4, 65, 4)}
-
-
 def test_runs_without_what_a_prediction_needs_are_refused(tmp_path: Path) -> None:
     config = ppo_config("workers={}")
     run = write_run(tmp_path / "run", config, GRAPH, PARALLEL, factors=(1,))

@@ -1,4 +1,3 @@
-import json
 import math
 import shutil
 from pathlib import Path
@@ -74,16 +73,6 @@ def test_the_last_score_of_a_long_run_is_found(tmp_path: Path) -> None:
 )
 def test_a_score_has_its_name(row: dict[str, float], told: str) -> None:
     assert score_in_words(row, score_name([row])) == told
-
-
-def test_scores_of_a_run_have_one_name_and_steps_of_ones_own_loop_count(tmp_path: Path) -> None:
-    rows = [{"step": 0, "reward/mean": 0.3, "eval/reward": 0.7}, {"step": 1, "reward/mean": 0.4, "eval/accuracy": 0.5}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "weights.jsonl").write_text('{"version": 1}\n')  # what is wrong there hides no curve
-    (line,) = Runs(tmp_path).table()
-    assert (line["steps"], line["reward"], line["held_out"]) == (2, 0.4, "reward 0.5")
-    (_, found) = RunView(tmp_path).describe("")
-    assert found is not None and any(chart["title"] == "Held-out reward" for chart in found["charts"])
 
 
 def test_a_run_that_trains_is_told_from_one_that_died(tmp_path: Path) -> None:
@@ -203,14 +192,6 @@ def test_prompts_that_were_not_trained_have_a_reason(tmp_path: Path) -> None:
     ]  # fmt: skip
     (issue,) = view.prompt("0-4")
     assert (issue["reason"], issue["latency_s"], issue["samples"]) == ("reward_timeout", 31.0, [])
-
-
-def test_what_is_missing_is_left_out(tmp_path: Path) -> None:
-    write_metrics(tmp_path, [0])
-    view = RunView(tmp_path)
-    assert view.rows(-1, 0)["count"] == 0
-    assert view.untrained() == []
-    assert view.prompt("0-1") == []
 
 
 def test_nothing_of_a_run_is_changed(tmp_path: Path) -> None:

@@ -359,13 +359,6 @@ def test_steps_appear_while_a_run_trains(tmp_path: Path, viewing: Viewing, new_p
     page.wait_for_selector("#runs td.state:text-is('stopped')", timeout=120_000)
 
 
-def test_what_is_damaged_is_named(tmp_path: Path, viewing: Viewing, new_page: NewPage) -> None:
-    (damaged := write_run(tmp_path) / "rollouts/step_1/0.parquet").write_bytes(b"PAR1")
-    page = opened(new_page(), viewing(tmp_path))
-    counted(page, "8 of 8")
-    page.wait_for_selector(f"#error:has-text('{damaged} must be as its writer left it')")
-
-
 def test_odd_names_missing_rewards_and_megabytes_of_text(tmp_path: Path, viewing: Viewing, new_page: NewPage) -> None:
     run, long = write_run(tmp_path / "t0"), "long " * 100_000
     for step in (0, 6):

@@ -94,8 +94,8 @@ def check_reward(
         for one in given:
             if isinstance(one, ast.Lambda):
                 place = f"{script}:{one.lineno}"
-                told = f"reward_fn must be importable, because it runs in another process: got a lambda at {place}"
-                findings.add("problem", told, "Define it at module level, or make it an `async def`.")
+                problem = f"reward_fn must be importable, because it runs in another process: got a lambda at {place}"
+                findings.add("problem", problem, "Define it at module level, or make it an `async def`.")
         prompt_ids, answer = prompt_tokens(tokenizer, [row["messages"]])[0], str(row.get("answer", ""))
         call = {
             **reward_columns(row),
@@ -115,24 +115,24 @@ def _call(findings: Findings, function: Any, call: dict[str, Any]) -> None:
     try:
         inspect.signature(function).bind(**call)
     except TypeError as error:
-        told = f"{name} must take {', '.join(sorted(call))} as keywords: {error}"
-        return findings.add("problem", told, "Name those it needs, and add **kwargs for the others.")
+        problem = f"{name} must take {', '.join(sorted(call))} as keywords: {error}"
+        return findings.add("problem", problem, "Name those it needs, and add **kwargs for the others.")
     signal.signal(signal.SIGALRM, _raise_timeout)
     signal.setitimer(signal.ITIMER_REAL, _CALL_S)
     try:
         value = function(**call)
-        kind, told = checked(asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value)
+        kind, result = checked(asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value)
     except Exception as error:
         # A service that the reward calls may start later.
         is_bug = type(error).__module__ == "builtins" and not isinstance(error, OSError)
         place = users_line(lines_of_error(error))
-        told = f"{name} must not raise: got {type(error).__name__}: {error}{', at ' if place else ''}{place or ''}"
-        return findings.add("problem" if is_bug else "warning", told)
+        problem = f"{name} must not raise: got {type(error).__name__}: {error}{', at ' if place else ''}{place or ''}"
+        return findings.add("problem" if is_bug else "warning", problem)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     if kind != "ok":
-        return findings.add("problem", f"{name}: {told}")
-    findings.add("ok", f"{name} gives the first row's own answer {told:g}")
+        return findings.add("problem", f"{name}: {result}")
+    findings.add("ok", f"{name} gives the first row's own answer {result:g}")
 
 
 async def _awaited(value: Any) -> Any:
