@@ -6,21 +6,22 @@ A whole asynchronous run under faults: a server is killed, another one answers j
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
-import socket
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from chaos.experiment import MARKER, Experiment
+from chaos.experiment import Experiment
 from cluster import paced
 from cluster.followed import PACED
+from programs.processes import command_of, marked
+from programs.proxy import Request, answering
 from testing_quickstart import write_tiny_model
+from testing_raw import REPLIES
 
 from arealite.inference.registry import RegistryClient, ServerEntry
 from arealite.utils.processes import kill_tree
@@ -29,15 +30,6 @@ SECRET = "the-secret-of-this-run-0123456789abcdef"
 KNOWS = (str(PACED), "arealite.launcher.place.guard", "arealite.launcher.serve", "arealite.server")
 """What is in the command lines of processes that need the secret."""
 DEADLINE_S = 900
-JUNK = [
-    b"-ERR unknown command\r\n",
-    b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n",
-    b"HTTP/1.1 302 Found\r\nLocation: http://:0:0/\r\nContent-Length: 0\r\n\r\n",
-    b"HTTP/1.1 500 No\r\nContent-Length: 4\r\n\r\nno!\n",
-    b"HTTP/1.1 200 OK\r\nX: " + b"y" * 20_000 + b"\r\n\r\n",
-    b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"a": nan',
-    b"",
-]
 REWARD = """
 import itertools, os
 from arealite.reward import gsm8k_reward_fn
@@ -53,42 +45,8 @@ def reward(*args, **kwargs):
 pytestmark = pytest.mark.slow
 
 
-@contextmanager
-def junk_server() -> Iterator[str]:
-    """A program that is no server of ours."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def answer() -> None:
-            choice = random.Random(1)
-            while True:
-                try:
-                    connection = listener.accept()[0]
-                except OSError:
-                    return
-                with connection:
-                    connection.settimeout(5)
-                    try:
-                        connection.recv(1 << 16)
-                        connection.sendall(choice.choice(JUNK))
-                    except OSError:
-                        pass
-
-        threading.Thread(target=answer, daemon=True).start()
-        yield f"127.0.0.1:{listener.getsockname()[1]}"
-        listener.shutdown(socket.SHUT_RDWR)
-
-
-def processes(folder: Path) -> dict[int, tuple[str, bytes]]:
-    """Return command line and environment of the processes of the run."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            command, environment = (path / "cmdline").read_bytes(), (path / "environ").read_bytes()
-        except OSError:
-            continue
-        if f"{MARKER}={folder}".encode() in environment.split(b"\0"):
-            found[int(path.name)] = (command.replace(b"\0", b" ").decode(), environment)
-    return found
+async def junk(_: Request) -> AsyncIterator[bytes]:
+    yield random.choice([*REPLIES.values()])
 
 
 def test_the_secret_of_a_run_never_leaves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,24 +60,26 @@ def test_the_secret_of_a_run_never_leaves_it(tmp_path: Path, monkeypatch: pytest
     run.mkdir(parents=True)
     (run / ".secret").touch(0o600)
     (run / ".secret").write_text(SECRET)
-    launcher = experiment.launch(0)
+    launcher = experiment.launch()
     seen: dict[str, bool] = {}
     told, was_killed, deadline = 0, False, time.monotonic() + DEADLINE_S
     try:
-        with junk_server() as address:
-            junk = ServerEntry("junk", address, "lite", "here", "junk", "ready", "", time.time())
+        with answering(junk) as address:
+            entry = ServerEntry("junk", address, "lite", "here", "junk", "ready", "", time.time())
             while launcher.process.poll() is None:
-                assert time.monotonic() < deadline, launcher.output.read_text()
-                for pid, (command, environment) in processes(experiment.folder).items():
+                assert time.monotonic() < deadline, launcher.text()
+                for pid in marked(experiment.folder):
+                    command = " ".join(command_of(pid))
                     assert SECRET not in command
-                    seen[command] = SECRET.encode() in environment
+                    with contextlib.suppress(OSError):
+                        seen[command] = SECRET.encode() in Path(f"/proc/{pid}/environ").read_bytes()
                     has_trained = (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text().count("\n")
                     if "-m arealite.server" in command and has_trained and not was_killed:
                         was_killed = True
                         os.kill(pid, signal.SIGKILL)
                 if (run / "registry.json").exists():
                     try:
-                        asyncio.run(RegistryClient(run / "registry.json", SECRET).put(junk))
+                        asyncio.run(RegistryClient(run / "registry.json", SECRET).put(entry))
                         told += 1
                     except RuntimeError as error:
                         assert SECRET not in f"{error!r} {error}"
@@ -128,7 +88,7 @@ def test_the_secret_of_a_run_never_leaves_it(tmp_path: Path, monkeypatch: pytest
                 time.sleep(0.5)
     finally:
         kill_tree(launcher.process.pid)
-    output = launcher.output.read_text()
+    output = launcher.text()
     assert launcher.process.returncode == 0, output
     assert "SIGKILL" in output
     logs = {path.name: path.read_text() for path in (run / "logs").iterdir()}

@@ -1,13 +1,9 @@
-"""A program that answers every request with the same bytes, which need not be HTTP: whatever is at a server's port."""
+"""Bytes that whatever is at a server's port may answer with, and need not be HTTP."""
 
-from __future__ import annotations
+from programs.proxy import answering
+from programs.proxy import reply as json_reply
 
-import asyncio
-import contextlib
-import threading
-from collections.abc import Iterator
-
-from arealite.utils.network import LOOPBACK
+__all__ = ["REPLIES", "answering", "json_reply"]
 
 _OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 _MOVED = b"HTTP/1.1 302 Found\r\nContent-Length: 0\r\nLocation: "
@@ -31,32 +27,3 @@ REPLIES = {
     "other protocol": b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n",
 }
 """None of them is an answer of an inference server."""
-
-
-def json_reply(body: bytes) -> bytes:
-    """Return a complete answer."""
-    return _OK + b"Content-Length: %d\r\n\r\n" % len(body) + body
-
-
-@contextlib.contextmanager
-def answering(reply: bytes, port: int = 0) -> Iterator[str]:
-    """Run such a program on loopback until the block ends, and yield its address; `port` 0 is any."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, EOFError):
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(reply)
-            await writer.drain()
-        writer.close()
-
-    server = asyncio.run_coroutine_threadsafe(asyncio.start_server(answer, LOOPBACK, port), loop).result(60)
-    try:
-        yield f"{LOOPBACK}:{server.sockets[0].getsockname()[1]}"
-    finally:
-        loop.call_soon_threadsafe(server.close)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(60)
-        loop.close()

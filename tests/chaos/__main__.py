@@ -12,13 +12,11 @@ import argparse
 import json
 import shutil
 import sys
-import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from testing_quickstart import write_tiny_model
+from programs.report import conclude, make_folder, print_result, say, seconds
 
 from chaos import kills
 from chaos.agent_promises import judge_agents
@@ -26,7 +24,7 @@ from chaos.agents import PLANS
 from chaos.experiment import AGENT_ENTRY, WORD_PROBLEMS, Experiment
 from chaos.flaky_proxy import REFUSED
 from chaos.fleet import fleet
-from chaos.kills import Outcome, Say
+from chaos.kills import Outcome
 from chaos.promises import Verdict, judge
 
 ALLOCATIONS = ("lite.d1p1t1+d2p1t1", "lite.d2p1t1+d1p1t1")
@@ -45,7 +43,7 @@ def main() -> int:
     parser.add_argument("--agents", type=int, default=1, help="runs of agents that misbehave; default 1")
     parser.add_argument("--folder", type=Path, help="where to work; default is the temporary folder")
     args = parser.parse_args()
-    suite = Suite(Path(tempfile.mkdtemp(prefix="arealite-chaos-", dir=args.folder)))
+    suite = Suite(*make_folder("chaos", args.folder))
     num_runs, num_faulty = (2, 1) if args.short else (10, 3)
     for seed in range(args.seed, args.seed + (num_runs if args.runs is None else args.runs)):
         suite.kill_processes(seed, number=2 if args.short else 3)
@@ -54,19 +52,17 @@ def main() -> int:
     for seed in range(args.seed, args.seed + args.agents):
         suite.run_agents(seed, steps=4 if args.short else 12)
     result = suite.result()
-    if result["broken_runs"] == 0:
+    if not (is_broken := result["broken_runs"] > 0):
         shutil.rmtree(suite.folder)
-    print(f"RESULT {json.dumps(result)}")
-    return 0 if result["broken_runs"] == 0 else 1
+    return print_result(result, is_broken=is_broken)
 
 
 class Suite:
     """Runs under fire, one after the other, and what came of them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, model: Path) -> None:
         self.folder = folder
-        self._started = time.monotonic()
-        self._model = write_tiny_model(out=folder / "model", corpus=None, seed=1)
+        self._model = model
         self._faults: Counter[str] = Counter()
         self._verdicts: dict[str, Verdict] = {}
         self._agents: Counter[str] = Counter()
@@ -80,35 +76,35 @@ class Suite:
             weight_update="disk" if seed // 2 % 2 else "broadcast",
             checkpoint_steps=1 + seed % 3,
         )
-        voice = _introduce(
+        say(
             f"seed {seed}: {experiment.allocation}, weights by {experiment.weight_update}, a checkpoint every "
             f"{experiment.checkpoint_steps} steps, {number + 1} kills"
         )
         plans = kills.draw(seed, number=number), kills.draw_one(seed, "reward")
-        outcome = kills.run(experiment, *plans, timeout_s=TIMEOUT_S, say=voice)
-        self._conclude(experiment.folder, outcome, judge(experiment, outcome), voice)
+        outcome = kills.run(experiment, *plans, timeout_s=TIMEOUT_S)
+        self._conclude(experiment.folder, outcome, judge(experiment, outcome))
 
     def serve_badly(self, seed: int, *, number: int) -> None:
         """Let servers that the run did not start misbehave, kill one of them and `number` processes of the run, and see
         that they are in order afterwards."""
-        voice = _introduce(f"seed {seed}: 2 unreliable servers, {number + 2} kills")
+        say(f"seed {seed}: 2 unreliable servers, {number + 2} kills")
         folder = self.folder / f"servers-{seed}"
         with fleet(folder / "fleet", self._model, size=2, seed=seed) as servers:
             experiment = Experiment(folder / "run", self._model, SERVED_ALLOCATION, server_addrs=servers.proxies)
             plans = [kills.draw_one(seed, "reward"), kills.draw_one(seed, "foreign_server")]
             plans.append(kills.draw(seed, number=number, roles=("trainer", "launcher", "guard")))
-            outcome = kills.run(experiment, *plans, timeout_s=TIMEOUT_S, say=voice)
-            found = servers.faults()
-            voice(f"proxies: {json.dumps(found)}")
-            outcome.faults += found.elements()
-            outcome.num_fatal += found[REFUSED]
+            outcome = kills.run(experiment, *plans, timeout_s=TIMEOUT_S)
+            faults = servers.faults()
+            say(f"proxies: {json.dumps(faults)}")
+            outcome.faults += faults.elements()
+            outcome.num_fatal += faults[REFUSED]
             verdict = judge(experiment, outcome)
             verdict.broken += servers.complaints()
-        self._conclude(folder, outcome, verdict, voice)
+        self._conclude(folder, outcome, verdict)
 
     def run_agents(self, seed: int, *, steps: int) -> None:
         """Train agents that crash, hang, lie, leave and ask again, through unreliable servers, one of which dies."""
-        voice = _introduce(f"seed {seed}: agents that misbehave, 2 unreliable servers, 1 kill")
+        say(f"seed {seed}: agents that misbehave, 2 unreliable servers, 1 kill")
         folder = self.folder / f"agents-{seed}"
         with fleet(folder / "fleet", self._model, size=2, seed=seed, refuses=False) as servers:
             overrides = {
@@ -117,12 +113,11 @@ class Suite:
                 "rollout.episode_timeout": 8,
                 "rollout.max_failed_share": 1.0,
             }
-            run, addresses = folder / "run", servers.proxies
             experiment = Experiment(
-                run,
+                folder / "run",
                 self._model,
                 SERVED_ALLOCATION,
-                addresses,
+                servers.proxies,
                 steps=steps,
                 group_size=2,
                 num_idle=Experiment.batch_size - 1,
@@ -130,14 +125,14 @@ class Suite:
                 overrides=overrides,
             )
             kill = kills.draw_one(seed, "foreign_server", steps=steps)
-            outcome = kills.run(experiment, kill, timeout_s=TIMEOUT_S, say=voice)
+            outcome = kills.run(experiment, kill, timeout_s=TIMEOUT_S)
             outcome.faults += servers.faults().elements()
             verdict = judge(experiment, outcome)
             counts: Counter[str] = Counter()
             verdict.broken += [*judge_agents(experiment, counts), *servers.complaints()]
-        voice(f"agents: {json.dumps(counts)}")
+        say(f"agents: {json.dumps(counts)}")
         self._agents += counts
-        self._conclude(folder, outcome, verdict, voice)
+        self._conclude(folder, outcome, verdict)
 
     def result(self) -> dict[str, Any]:
         """Return what the last line tells."""
@@ -151,32 +146,20 @@ class Suite:
             "staleness_max": max((verdict.staleness_max for verdict in verdicts), default=-1),
             "agents": self._agents,
             "seeds": list(self._verdicts),
-            "wall_s": round(time.monotonic() - self._started),
+            "wall_s": round(seconds()),
         }
 
-    def _conclude(self, folder: Path, outcome: Outcome, verdict: Verdict, voice: Say) -> None:
+    def _conclude(self, folder: Path, outcome: Outcome, verdict: Verdict) -> None:
         """Tell how a run has ended, and remove it if it was fine."""
         self._faults.update(outcome.faults)
         self._verdicts[folder.name] = verdict
         for cause in outcome.causes:
-            voice(f"it had to start again: {cause}")
-        for text in verdict.broken:
-            voice(f"BROKEN {text}")
-        voice(
+            say(f"it had to start again: {cause}")
+        say(
             f"lost {verdict.lost}, repeated {verdict.repeated}, staleness at most {verdict.staleness_max}, "
             f"prompts {json.dumps(verdict.states)}"
         )
-        if verdict.broken:
-            voice(f"see {folder}")
-        else:
-            shutil.rmtree(folder)
-
-
-def _introduce(text: str) -> Say:
-    """Print the heading of a run, and return what prints lines below it, with the time since then."""
-    started = time.monotonic()
-    print(text, flush=True)
-    return lambda line: print(f"  {time.monotonic() - started:6.1f} s  {line}", flush=True)
+        conclude(verdict.broken, folder)
 
 
 if __name__ == "__main__":

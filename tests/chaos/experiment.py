@@ -1,36 +1,25 @@
 """The run that faults are injected into: a tiny model, a dozen asynchronous steps, real processes, a marker on each.
 
-The marker, a variable of the environment that all descendants inherit, tells what belongs to the run also when its
-parents are gone. The run's temporary folder is its own, so that whatever is left in it was left by the run.
+The run's temporary folder is its own, so that whatever is left in it was left by the run.
 """
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from programs.processes import MARKER, REPOSITORY, Program, environment
 from testing_processes import spawn
 
-REPOSITORY = Path(__file__).parents[2]
 ENTRY = REPOSITORY / "examples" / "arealite" / "gsm8k_grpo.py"
 AGENT_ENTRY = Path(__file__).with_name("agent_run.py")
 WORD_PROBLEMS = f"{REPOSITORY / 'examples' / 'quickstart' / 'word_problems.py'}:rows"
 CONFIG = REPOSITORY / "examples" / "arealite" / "configs" / "gsm8k_grpo_cpu.yaml"
-MARKER = "AREALITE_CHAOS_RUN"
 STEPS = 12
-_LEFT_OUT = ("OMP_NUM_THREADS", "PYTHONPATH", "VIRTUAL_ENV")
-
-
-def environment(*, also_tests: bool = False) -> dict[str, str]:
-    """Return our environment with nothing of our own way of starting, and this very package (and this suite)."""
-    kept = {name: value for name, value in os.environ.items() if name not in _LEFT_OUT}
-    return kept | {"PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests'}" if also_tests else str(REPOSITORY)}
 
 
 @dataclass(frozen=True)
@@ -108,26 +97,22 @@ class Experiment:
         }
         return [str(self.entry), "--config", str(CONFIG), *(f"{k}={v}" for k, v in overrides.items())]
 
-    def launch(self, number: int) -> Launcher:
-        """Start the launcher for the `number`-th time."""
+    def launch(self, number: int = 0, *overrides: str, module: str = "arealite.launcher.local", **env: str) -> Launcher:
+        """Start a launcher for the `number`-th time."""
         self.temporary.mkdir(parents=True, exist_ok=True)
         output = self.folder / f"launcher-{number}.txt"
         with output.open("wb") as file:
-            command = [sys.executable, "-m", "arealite.launcher.local", *self.arguments]
-            process = spawn(command, env=self.environment, cwd=self.folder, stdout=file, stderr=file)
-        return Launcher(process, output)
+            command = [sys.executable, "-m", module, *self.arguments, *overrides]
+            process = spawn(command, env=self.environment | env, cwd=self.folder, stdout=file, stderr=file)
+        return Launcher("the launcher", process, output)
 
 
-@dataclass(frozen=True)
-class Launcher:
-    """A started launcher and what it prints."""
-
-    process: subprocess.Popen[bytes]
-    output: Path
+class Launcher(Program):
+    """A started launcher."""
 
     def causes(self) -> list[str]:
         """Return why it has restarted the run, and why it ended if that was a failure."""
-        lines = self.output.read_text(errors="replace").splitlines()
+        lines = self.text().splitlines()
         causes = [line.partition("because ")[2] for line in lines if "restart " in line and " because " in line]
         if self.process.returncode == -signal.SIGKILL:
             causes.append("the launcher was killed")

@@ -6,20 +6,19 @@ One that was killed comes back by itself; all of them must be in order when the 
 from __future__ import annotations
 
 import contextlib
-import json
 import random
-import subprocess
 import sys
-import time
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from programs.processes import Broken, environment, guarded
+from programs.proxy import answering
+from programs.wire import ask, wait_ready
 
 from arealite.utils.network import LOOPBACK, hold_port, port_of
-from chaos.experiment import REPOSITORY, environment
+from chaos.flaky_proxy import FlakyProxy
 
 _READY_S = 300.0
 _ANSWER_S = 120.0
@@ -30,18 +29,20 @@ class Member:
     """A server and the proxy before it."""
 
     server: str
-    proxy: str
-    faults: Path
+    proxy: FlakyProxy
+    address: str
+    """Of the proxy."""
 
     def complaint(self) -> str | None:
         """Say what is wrong with the server itself."""
         body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
         try:
-            _wait_ready(self.server)
-            answer = _ask(self.server, "/generate", json.dumps(body).encode())
-        except OSError as error:
+            wait_ready(self.server, _READY_S)
+            answer = ask(self.server, "POST", "/generate", body, timeout_s=_ANSWER_S)
+        except (OSError, Broken) as error:
             return f"{type(error).__name__}: {error}"
-        return None if len(answer["output_ids"]) == 4 else f"it samples nothing: {answer}"
+        sampled = answer.body["output_ids"] if answer.status == 200 else []
+        return None if len(sampled) == 4 else f"it samples nothing: {answer}"
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,11 @@ class Fleet:
 
     @property
     def proxies(self) -> tuple[str, ...]:
-        return tuple(member.proxy for member in self.members)
+        return tuple(member.address for member in self.members)
 
     def faults(self) -> Counter[str]:
         """Count what the proxies did."""
-        paths = [member.faults for member in self.members if member.faults.exists()]
-        return Counter(json.loads(line)["fault"] for path in paths for line in path.read_text().splitlines())
+        return sum((member.proxy.faults for member in self.members), Counter())
 
     def complaints(self) -> list[str]:
         """Say which servers are not as they were."""
@@ -69,48 +69,18 @@ class Fleet:
 def fleet(folder: Path, model: Path, *, size: int, seed: int, refuses: bool = True) -> Iterator[Fleet]:
     """Start servers and proxies, and end them; `seed` decides what proxies do, and one of them `refuses` weights."""
     folder.mkdir(parents=True)
+    env = environment(also_tests=True)
     with contextlib.ExitStack() as stack:
         members = []
         for index in range(size):
-            ports = [port_of(stack.enter_context(hold_port())) for _ in range(2)]
-            server, proxy = (f"{LOOPBACK}:{port}" for port in ports)
-            faults = folder / f"faults-{index}.jsonl"
+            port = port_of(stack.enter_context(hold_port()))
             refused = random.Random(f"{seed} refuses").randint(10, 60) if refuses and index == 0 else -1
-            served = ["--model-path", str(model), "--port", str(ports[0]), "--context", "512", "--seed", str(index)]
-            respawned = [sys.executable, "-m", "arealite.server", *served]
-            _guard(stack, folder / f"server-{index}.txt", "chaos.respawn", *respawned)
-            passed = ["--server", server, "--port", str(ports[1]), "--faults", str(faults), "--refused", str(refused)]
-            _guard(stack, folder / f"proxy-{index}.txt", "chaos.flaky_proxy", *passed, "--seed", f"{seed}{index}")
-            members.append(Member(server, proxy, faults))
+            served = ["--model-path", str(model), "--port", str(port), "--context", "512", "--seed", str(index)]
+            command = [sys.executable, "-m", "chaos.respawn", sys.executable, "-m", "arealite.server", *served]
+            stack.enter_context(guarded(command, folder / f"server-{index}.txt", env=env))
+            proxy = FlakyProxy(f"{LOOPBACK}:{port}", seed=f"{seed}{index}", refused=refused)
+            address = stack.enter_context(answering(proxy.answer))
+            members.append(Member(f"{LOOPBACK}:{port}", proxy, address))
         for member in members:
-            _wait_ready(member.proxy)
+            wait_ready(member.address, _READY_S)
         yield Fleet(tuple(members))
-
-
-def _guard(stack: contextlib.ExitStack, path: Path, module: str, *arguments: str) -> None:
-    """Start a program that ends with us, and with the stack; it writes to `path`."""
-    output = stack.enter_context(path.open("wb"))
-    command = [sys.executable, "-m", "arealite.launcher.place.guard", sys.executable, "-m", module, *arguments]
-    env = environment(also_tests=True)
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=env, cwd=REPOSITORY)
-    stack.callback(process.wait, 120)
-    assert process.stdin is not None
-    stack.enter_context(process.stdin)  # its end is the guard's sign to end
-
-
-def _wait_ready(address: str) -> None:
-    deadline = time.monotonic() + _READY_S
-    while True:
-        try:
-            _ask(address, "/health", None)
-            return
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-        time.sleep(0.2)
-
-
-def _ask(address: str, endpoint: str, body: bytes | None) -> Any:
-    request = urllib.request.Request(f"http://{address}{endpoint}", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=_ANSWER_S) as reply:
-        return json.loads(reply.read())

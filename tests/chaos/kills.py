@@ -10,8 +10,10 @@ import itertools
 import random
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from programs.report import say
 
 from arealite.utils.processes import descendants, is_alive, kill_tree, send_signal
 from chaos.experiment import STEPS, Experiment, Launcher
@@ -28,8 +30,6 @@ _LOOK_S = 0.004
 _PORTS_S = 1.0
 _LATE_S = 60.0
 """A victim that does not exist so long after its moment is given up."""
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,10 @@ def draw_one(seed: int, victim: Role, *, steps: int = STEPS) -> list[Kill]:
     return [_kill(rng, victim, rng.choice(MOMENTS[2:]), rng.randint(0, steps - 3))]
 
 
-def run(experiment: Experiment, *plans: list[Kill], timeout_s: float, say: Say) -> Outcome:
+def run(experiment: Experiment, *plans: list[Kill], timeout_s: float) -> Outcome:
     """Run to the last step under fire; the kills of a plan come one after the other."""
     outcome, marks = Outcome(), Marks(experiment.run_folder)
-    guns = [_Gun(plan, marks, outcome, say) for plan in plans]
+    guns = [_Gun(plan, marks, outcome) for plan in plans]
     deadline, ports_at = time.monotonic() + timeout_s, 0.0
     launchers = [_start(experiment, marks, 0)]
     try:
@@ -124,11 +124,10 @@ def _start(experiment: Experiment, marks: Marks, number: int) -> Launcher:
 class _Gun:
     """Fires the kills of a plan one after the other, each when its moment has come since the last one."""
 
-    def __init__(self, plan: list[Kill], marks: Marks, outcome: Outcome, say: Say) -> None:
+    def __init__(self, plan: list[Kill], marks: Marks, outcome: Outcome) -> None:
         self._plan = list(plan)
         self._marks = marks
         self._outcome = outcome
-        self._say = say
         self._first = 0
         """The marks before it are those of the last kill."""
         self._due_at: float | None = None
@@ -150,13 +149,13 @@ class _Gun:
         if victims:
             self._fire(kill, victims[int(kill.pick * len(victims))])
         elif now > self._due_at + _LATE_S:
-            self._say(f"no {kill.victim} to kill")
+            say(f"no {kill.victim} to kill")
             self._next()
 
     def _fire(self, kill: Kill, pid: int) -> None:
         name = describe(pid)
         send_signal(pid, signal.SIGKILL)
-        self._say(f"kill -9 {kill.victim} {name}, {self._marks.newest}")
+        say(f"kill -9 {kill.victim} {name}, {self._marks.newest}")
         self._outcome.faults.append(f"kill_{kill.victim}")
         self._next()
         self._outcome.num_fatal += kill.victim in MAY_BE_FATAL

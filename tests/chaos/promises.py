@@ -10,20 +10,21 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from programs import processes
+from programs.processes import environment, leftovers, marked
+
 from arealite.rollout.account.rollout_file import read_rows
 from arealite.trainer.checkpoint import checkpoints, find_damage
-from arealite.utils.processes import kill_tree, wait_gone
-from chaos.experiment import Experiment, environment
+from arealite.utils.processes import wait_gone
+from chaos.experiment import Experiment
 from chaos.kills import Outcome
-from chaos.victims import describe, marked, orphaned_ports
+from chaos.victims import orphaned_ports
 
-_END_S = 60.0
-"""In which the last processes of a run that has ended must be gone."""
 _TEMPORARY = (".unfinished", ".partial", ".tmp", ".old", ".removed", "-wal", "-shm", "-journal")
 """How the names of files end that nobody may find in the folder of a run that has ended."""
 
@@ -36,7 +37,13 @@ class Verdict:
     lost: int = 0
     repeated: int = 0
     staleness_max: int = -1
+    version_max: int = -1
+    """Newest version of a trained token."""
+    num_interrupts: int = 0
     states: dict[str, int] = field(default_factory=dict)
+
+
+Look = Callable[[Experiment, Verdict], Iterator[str]]
 
 
 def judge(experiment: Experiment, outcome: Outcome) -> Verdict:
@@ -49,30 +56,29 @@ def judge(experiment: Experiment, outcome: Outcome) -> Verdict:
             f"only faults may end it: {outcome.num_fatal} did, and it ended {len(outcome.causes)} times: "
             + "; ".join(outcome.causes)
         )
-    for look in (_leftovers, _files, _steps, _tokens, _account):
-        try:
-            verdict.broken += look(experiment, outcome, verdict)
-        except (OSError, ValueError, KeyError) as error:
-            verdict.broken.append(f"its files must be readable: {type(error).__name__}: {error}")
+    verdict.broken += _leftovers(experiment, outcome.ports)
+    for look in (_files, steps, tokens, account):
+        verdict.broken += complaints(look, experiment, verdict)
     return verdict
 
 
-def _leftovers(experiment: Experiment, outcome: Outcome, _: Verdict) -> Iterator[str]:
+def complaints(look: Look, experiment: Experiment, verdict: Verdict) -> list[str]:
+    """Return the broken promises of one kind, or that a file can't be read."""
+    try:
+        return list(look(experiment, verdict))
+    except (OSError, ValueError, KeyError) as error:
+        return [f"its files must be readable: {type(error).__name__}: {error}"]
+
+
+def _leftovers(experiment: Experiment, ports: set[int]) -> Iterator[str]:
     """No process, no port, no temporary file."""
-    wait_gone(marked(experiment.folder), _END_S)
-    left = list(marked(experiment.folder))
-    names = [describe(pid) for pid in left]
-    if ports := orphaned_ports(outcome.ports, experiment.folder):
+    wait_gone(marked(experiment.folder), processes.LEFT_S)
+    if ports := orphaned_ports(ports, experiment.folder):
         yield f"no port may be left: got {sorted(ports)}"
-    for pid in left:
-        kill_tree(pid)
-    if names:
-        yield f"no process may be left: got {', '.join(names)}"
-    if temporary := sorted(path.name for path in experiment.temporary.iterdir()):
-        yield f"no temporary file may be left: got {temporary}"
+    yield from leftovers(experiment.folder, experiment.temporary)
 
 
-def _files(experiment: Experiment, _: Outcome, __: Verdict) -> Iterator[str]:
+def _files(experiment: Experiment, _: Verdict) -> Iterator[str]:
     """The run folder is complete, and nothing in it is half done."""
     folder = experiment.run_folder
     if left := [str(path.relative_to(folder)) for path in folder.rglob("*") if path.name.endswith(_TEMPORARY)]:
@@ -81,12 +87,12 @@ def _files(experiment: Experiment, _: Outcome, __: Verdict) -> Iterator[str]:
         f"{path.name}: {text}" for _, path in checkpoints(folder / "recover") if (text := find_damage(path))
     ]:
         yield f"checkpoints must be whole: got {damaged}"
-    steps = json.loads((folder / "summary.json").read_text())["steps"]
-    if steps != experiment.steps or not (folder / "report.html").exists():
-        yield f"summary and report must tell {experiment.steps} steps: got {steps}"
+    num_steps = json.loads((folder / "summary.json").read_text())["steps"]
+    if num_steps != experiment.steps or not (folder / "report.html").exists():
+        yield f"summary and report must tell {experiment.steps} steps: got {num_steps}"
 
 
-def _steps(experiment: Experiment, _: Outcome, __: Verdict) -> Iterator[str]:
+def steps(experiment: Experiment, _: Verdict) -> Iterator[str]:
     """Every step is told once and has its batch; the row after the last one is that of the final evaluation."""
     told = [row["step"] for row in _rows(experiment.run_folder / "metrics.jsonl")]
     if told != list(range(experiment.steps + 1)):
@@ -102,7 +108,7 @@ def _steps(experiment: Experiment, _: Outcome, __: Verdict) -> Iterator[str]:
                 yield f"a prompt must be trained once: got {prompt} in steps {seen[prompt]} and {step}"
 
 
-def _tokens(experiment: Experiment, _: Outcome, verdict: Verdict) -> Iterator[str]:
+def tokens(experiment: Experiment, verdict: Verdict) -> Iterator[str]:
     """Every trained token has a finite logprob, and a version within the bound."""
     for step in range(experiment.steps):
         for row in _samples(experiment, step):
@@ -110,6 +116,7 @@ def _tokens(experiment: Experiment, _: Outcome, verdict: Verdict) -> Iterator[st
             trained = [at for at, is_trained in enumerate(row["loss_mask"]) if is_trained]
             versions = [row["versions"][at] for at in trained]
             verdict.staleness_max = max(verdict.staleness_max, step - min(versions))
+            verdict.version_max = max(verdict.version_max, *versions)
             if not step - experiment.bound <= min(versions) <= max(versions) <= step:
                 yield f"{name} must have versions in {step - experiment.bound}..{step}: got {sorted(set(versions))}"
             if not all(math.isfinite(row["logprobs"][at]) and row["logprobs"][at] <= 0 for at in trained):
@@ -118,7 +125,7 @@ def _tokens(experiment: Experiment, _: Outcome, verdict: Verdict) -> Iterator[st
                 yield f"{name} must have a finite reward: got {row['reward']}"
 
 
-def _account(experiment: Experiment, _: Outcome, verdict: Verdict) -> Iterator[str]:
+def account(experiment: Experiment, verdict: Verdict) -> Iterator[str]:
     """Nothing is lost and nothing repeated, says the audit."""
     command = [sys.executable, "-m", "arealite.cli.main", "ledger", str(experiment.run_folder), "--json"]
     env = environment()
@@ -128,6 +135,7 @@ def _account(experiment: Experiment, _: Outcome, verdict: Verdict) -> Iterator[s
         return
     audit: dict[str, Any] = json.loads(finished.stdout)
     verdict.lost, verdict.repeated, verdict.states = audit["lost"] or 0, audit["repeated"], audit["states"]
+    verdict.num_interrupts = sum(state.get("interrupts", 0) for state in audit["samples"].values())
     if finished.returncode == 1 or audit["lost"] != 0 or audit["repeated"] != 0 or not audit["adds_up"]:
         kept = {key: audit[key] for key in ("lost_ids", "repeated_ids", "adds_up", "issued", "states", "notes")}
         yield f"the audit must find nothing lost, repeated or missing: got {kept}"

@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Literal
 
 import psutil
+from programs.processes import command_of, marked
 
-from arealite.utils.processes import descendants, is_alive
-from chaos.experiment import AGENT_ENTRY, ENTRY, MARKER
+from arealite.utils.processes import descendants
+from chaos.experiment import AGENT_ENTRY, ENTRY
 
 Role = Literal["server", "trainer", "launcher", "guard", "reward", "foreign_server"]
 
-SUPERVISORS = (
-    "arealite.launcher.place.guard",
-    "arealite.launcher.serve",
-)
+SUPERVISORS = ("arealite.launcher.place.guard", "arealite.launcher.serve")
 
 
 def find(role: Role, launcher: int) -> list[int]:
@@ -32,7 +30,7 @@ def find(role: Role, launcher: int) -> list[int]:
 
 def role_of(pid: int) -> Role | None:
     """Tell the role of a process by its command line; the supervising processes are all `guard`."""
-    words = _command(pid)
+    words = command_of(pid)
     match words[1:3]:
         case ["-m", name] if name in SUPERVISORS:
             return "guard"
@@ -49,20 +47,7 @@ def role_of(pid: int) -> Role | None:
 
 def describe(pid: int) -> str:
     """Name a process."""
-    return f"{pid} ({role_of(pid) or ' '.join(_command(pid))[:120]})"
-
-
-def marked(folder: Path) -> Iterator[int]:
-    """Yield the living processes that carry the marker of the run in `folder`, ourselves excepted."""
-    marker = f"{MARKER}={folder}".encode()
-    for name in os.listdir("/proc"):
-        if name.isdigit() and int(name) != os.getpid() and is_alive(int(name)):
-            try:
-                environment = Path(f"/proc/{name}/environ").read_bytes()
-            except OSError:  # gone, or of another user
-                continue
-            if marker in environment.split(b"\0"):
-                yield int(name)
+    return f"{pid} ({role_of(pid) or ' '.join(command_of(pid))[:120]})"
 
 
 def listening_ports(pids: list[int]) -> set[int]:
@@ -81,10 +66,3 @@ def _listeners() -> Iterator[tuple[int, int | None]]:
     for connection in psutil.net_connections("inet"):
         if connection.status == psutil.CONN_LISTEN and connection.laddr:
             yield connection.laddr.port, connection.pid
-
-
-def _command(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return []

@@ -11,23 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import sys
-import tempfile
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from chaos.experiment import Experiment
-from testing_quickstart import write_tiny_model
+from programs.processes import Program, guarded
+from programs.report import make_folder, say
 
 from arealite.api.run_folder import RunFolder
 from arealite.inference.registry import RegistryClient, RegistryError
 from arealite.rollout.account.rollout_file import read_rows
 from arealite.utils.files import read_jsonl
 from arealite.utils.processes import kill_tree
-from cluster.common import Program, last_step, program
-from cluster.followed import PACED, ClusterRun, say, tell_result
+from cluster.followed import PACED, ClusterRun, tell_result
 
 STEPS = 44
 OVERRIDES = [
@@ -70,12 +66,12 @@ class Elastic:
                 break
         else:
             raise TimeoutError(f"{number} servers must have the newest weights within {_MAX_CATCH_UP} steps")
-        self._first = last_step(self.run.experiment) + 1
+        self._first = self.run.last_step + 1
 
     def end_phase(self, num_servers: int) -> None:
         """Do the steps of a phase, and note it."""
         self.run.do(_PHASE)
-        self.phases.append((num_servers, self._first, last_step(self.run.experiment)))
+        self.phases.append((num_servers, self._first, self.run.last_step))
         say(f"steps {self._first}..{self.phases[-1][2]} had {num_servers} servers: {self.rates()[-1]:.0f} tokens/s")
 
     def rates(self) -> list[float]:
@@ -128,17 +124,17 @@ def suffer(elastic: Elastic, stack: contextlib.ExitStack) -> None:
     run = elastic.run
     elastic.wait_for_servers(1)
     elastic.end_phase(1)
-    run.fault("join", "two servers join", is_fatal=False)
-    run.fault("join", "the second one", is_fatal=False)
+    run.fault("join", "two servers join")
+    run.fault("join", "the second one")
     leaving, dying = (stack.enter_context(_joiner(run.experiment, number)) for number in (1, 2))
     elastic.wait_for_servers(3)
     elastic.end_phase(3)
-    run.fault("leave", "SIGTERM to a server", is_fatal=False)
+    run.fault("leave", "SIGTERM to a server")
     leaving.process.terminate()
     elastic.wait_for_servers(2)
     leaving.expect_done(_WAIT_S)
     elastic.end_phase(2)
-    run.fault("kill_server", "kill -9 of a server", is_fatal=False)
+    run.fault("kill_server", "kill -9 of a server")
     kill_tree(dying.process.pid)
     elastic.wait_for_servers(1)
     elastic.end_phase(1)
@@ -147,11 +143,8 @@ def suffer(elastic: Elastic, stack: contextlib.ExitStack) -> None:
 
 def main() -> int:
     """Run everything and print the result."""
-    folder = Path(tempfile.mkdtemp(prefix="arealite-elastic-"))
-    model = write_tiny_model(out=folder / "model", corpus=None, seed=1)
-    experiment = replace(
-        Experiment(folder / "run", model, "lite.d1p1t1+d1p1t1"), steps=STEPS, group_size=2, entry=PACED
-    )
+    folder, model = make_folder("elastic")
+    experiment = Experiment(folder / "run", model, "lite.d1p1t1+d1p1t1", steps=STEPS, group_size=2, entry=PACED)
     with (
         contextlib.ExitStack() as stack,
         ClusterRun.start(experiment, "arealite.launcher.local", *OVERRIDES) as run,
@@ -160,17 +153,9 @@ def main() -> int:
         suffer(elastic, stack)
         verdict = run.finish(_WAIT_S)
     verdict.broken += elastic.complaints()
-    told = {"nodes": 1, "processes": 5, "steps": last_step(experiment), "faults": run.outcome.faults}
-    told |= {
-        "staleness_max": verdict.staleness_max,
-        "tokens_per_s": [round(rate) for rate in elastic.rates()],
-    }
-    status = tell_result(told, [verdict])
-    if status == 0:
-        shutil.rmtree(folder)
-    else:
-        say(f"see {folder}")
-    return status
+    told = {"nodes": 1, "processes": 5, "steps": run.last_step, "faults": run.outcome.faults}
+    told |= {"staleness_max": verdict.staleness_max, "tokens_per_s": [round(rate) for rate in elastic.rates()]}
+    return tell_result(told, verdict, folder)
 
 
 def _mean_rate(rows: list[dict[str, Any]]) -> float:
@@ -183,7 +168,7 @@ def _mean_rate(rows: list[dict[str, Any]]) -> float:
 def _joiner(experiment: Experiment, number: int) -> contextlib.AbstractContextManager[Program]:
     command = [sys.executable, "-m", "arealite.cli.main", "serve", "--join", "chaos/run"]
     command += ["--fileroot", str(experiment.folder / "runs")]
-    return program(f"joiner-{number}", command, folder=experiment.folder, env=experiment.environment)
+    return guarded(command, experiment.folder / f"joiner-{number}.txt", env=experiment.environment)
 
 
 if __name__ == "__main__":

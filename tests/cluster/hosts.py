@@ -8,19 +8,14 @@ The suite allows the ranks one step after the other (see `paced`), so that no fa
 from __future__ import annotations
 
 import contextlib
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
 
-import psutil
 from chaos.experiment import Experiment
-from chaos.kills import Outcome
 from chaos.promises import judge
-from testing_quickstart import write_tiny_model
+from programs.processes import Broken, Program, command_of, guarded, wait_until
+from programs.report import make_folder, say, skip
 
 from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.api.run_folder import RunFolder
@@ -30,8 +25,7 @@ from arealite.utils.distributed import NODE_TIMEOUT_S
 from arealite.utils.processes import REGISTRY_VARIABLE, descendants, is_alive, send_signal, wait_gone
 from arealite.utils.secret import SECRET_VARIABLE, ensure_secret
 from cluster import paced
-from cluster.common import Broken, Program, last_step, program, skip, wait_until
-from cluster.followed import PACED, say, tell_result
+from cluster.followed import PACED, STEP_S, ClusterRun, tell_result
 from cluster.netns import Network, network, why_impossible
 
 TRAINERS, SERVERS = (1, 2), (2, 3)
@@ -44,22 +38,18 @@ OVERRIDES = [
     "rollout.weight_update_timeout=15",
     "evaluator.freq_steps=null",
 ]
-_STEP_S = 600.0
-"""In which a run must go on, whatever was done to it."""
 _END_S = 120.0
 """For a program to end that was asked to, and for ranks that are cut off from each other."""
 _PORT = 29400
 
 
-class Hosts:
-    """The run and its programs."""
+class Hosts(ClusterRun):
+    """The run, whose programs are those of the trainers."""
 
     def __init__(self, net: Network, experiment: Experiment) -> None:
+        super().__init__(experiment, [])
         self.net = net
-        self.experiment = experiment
-        self.faults: list[str] = []
-        self.trainers: dict[int, Program] = {}
-        self.servers: dict[int, Program] = {}
+        self.servers: list[Program] = []
 
     @contextlib.contextmanager
     def started(self) -> Iterator[None]:
@@ -75,7 +65,7 @@ class Hosts:
         with contextlib.ExitStack() as stack:
             for host, placement in zip(SERVERS, make_plan(config).servers, strict=True):
                 job = server_job(config, placement, self.net.address(host), [])
-                self.servers[host] = stack.enter_context(self._program(host, job.name, job.command, env | job.env))
+                self.servers.append(stack.enter_context(self._program(host, job.name, job.command, env | job.env)))
             for host in TRAINERS:
                 torchrun = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "8", "--monitor-interval", "1"]
                 torchrun += ["--local-addr", self.net.address(host), "--rdzv-backend", "c10d"]
@@ -84,90 +74,69 @@ class Hosts:
                 torchrun += ["--log-dir", str(experiment.folder / "torchrun")]
                 command = [sys.executable, "-m", "torch.distributed.run", *torchrun, *arguments]
                 env = {"OMP_NUM_THREADS": "1"}
-                self.trainers[host] = stack.enter_context(self._program(host, f"torchrun-{host}", command, env))
+                self.programs.append(stack.enter_context(self._program(host, f"torchrun-{host}", command, env)))
             yield
 
     def _program(
         self, host: int, name: str, command: list[str], env: dict[str, str]
     ) -> contextlib.AbstractContextManager[Program]:
-        return program(
-            name,
-            self.net.command(host, command),
-            folder=self.experiment.folder,
-            env=self.experiment.environment | env,
-        )
+        folder, env = self.experiment.folder, self.experiment.environment | env
+        return guarded(self.net.command(host, command), folder / f"{name}.txt", env=env, cwd=folder)
 
     def rank(self, host: int) -> int:
         """Return the process of a host's rank."""
-        ours = [pid for pid in descendants(self.trainers[host].process.pid) if _is_rank(pid)]
+        trainer = self.programs[TRAINERS.index(host)].process.pid
+        ours = [pid for pid in descendants(trainer) if _is_rank(command_of(pid))]
         if len(ours) != 1:
             raise Broken(f"host {host} must have one rank: got {ours}")
         return ours[0]
-
-    def go_on(self, num_steps: int) -> None:
-        """Let the run do that many steps more, and wait for them."""
-        step = last_step(self.experiment) + num_steps
-        paced.allow(self.experiment.folder, step + 1)
-
-        def is_there() -> bool:
-            for trainer in self.trainers.values():
-                trainer.expect_running()
-            return last_step(self.experiment) >= step
-
-        wait_until(f"step {step}", is_there, _STEP_S)
-        say(f"step {last_step(self.experiment)}")
-
-    def fault(self, name: str, text: str) -> None:
-        """Note a fault."""
-        self.faults.append(name)
-        say(f"FAULT {text}")
 
 
 def suffer(run: Hosts) -> None:
     """Do everything to a run."""
     net = run.net
-    run.go_on(2)
+    run.do(2)
 
     run.fault("one_way", "what the server on host 3 says to rank 0 is lost")
     net.one_way(3, 1)
-    run.go_on(2)
+    run.do(2)
     net.heal()
     say("healed")
-    run.go_on(1)
+    run.do(1)
 
     ranks = [run.rank(host) for host in TRAINERS]
     run.fault("reset", "connections between the ranks are reset")
     net.reset(1, 2, except_port=_PORT)
     net.reset(2, 1, except_port=_PORT)
-    wait_until("an end of both ranks", lambda: not any(map(is_alive, ranks)), _STEP_S)
+    wait_until("an end of both ranks", lambda: not any(map(is_alive, ranks)), STEP_S)
     net.heal()
     say("both ranks have ended; healed")
-    run.go_on(2)
+    run.do(2)
 
     run.fault("kill_rank", "kill -9 of rank 1")
     send_signal(run.rank(2), signal.SIGKILL)
-    run.go_on(2)
+    run.do(2)
 
     ranks = [run.rank(host) for host in TRAINERS]
     run.fault("cut", "host 2 is cut off")
     net.cut(2)
     left = wait_gone(ranks, _END_S)
-    for host in TRAINERS:
-        if f"must answer within {NODE_TIMEOUT_S:g} s" not in run.trainers[host].text():
-            raise Broken(f"the rank on host {host} must say which host is silent")
+    for trainer in run.programs:
+        if f"must answer within {NODE_TIMEOUT_S:g} s" not in trainer.text():
+            raise Broken(f"{trainer.name} must say which host is silent")
     if left:
         raise Broken(f"both ranks must end within {_END_S:g} s: {left} did not")
     say("both ranks have ended with an error that names the other host; healed")
     net.heal()
-    run.go_on(1)
+    run.do(1)
 
-    paced.allow(run.experiment.folder, 2 * STEPS)
-    for trainer in run.trainers.values():
-        trainer.expect_done(_STEP_S)
+    run.release()
+    for trainer in run.programs:
+        trainer.expect_done(STEP_S)
     say("the run is done")
-    for server in run.servers.values():
+    for server in run.servers:
         server.process.terminate()
-    for server in run.servers.values():
+    for server in run.servers:
         server.expect_done(_END_S)
 
 
@@ -175,10 +144,9 @@ def main() -> int:
     """Run everything and print the result."""
     if reason := why_impossible():
         return skip(reason)
-    folder = Path(tempfile.mkdtemp(prefix="arealite-hosts-"))
-    model = write_tiny_model(out=folder / "model", corpus=None, seed=1)
-    experiment = replace(Experiment(folder / "run", model, "lite.d2p1t1+d2p1t1"), steps=STEPS, entry=PACED)
-    outcome, failures = Outcome(is_done=True), []
+    folder, model = make_folder("hosts")
+    experiment = Experiment(folder / "run", model, "lite.d2p1t1+d2p1t1", steps=STEPS, entry=PACED)
+    failures = []
     with network(3) as net:
         run = Hosts(net, experiment)
         try:
@@ -186,22 +154,15 @@ def main() -> int:
                 suffer(run)
         except Broken as broken:
             failures.append(str(broken))
-    verdict = judge(experiment, outcome)
+    faults, run.outcome.is_done = run.outcome.faults, True
+    verdict = judge(experiment, run.outcome)
     verdict.broken += failures
-    told = {"nodes": 3, "processes": len(TRAINERS) + len(SERVERS), "steps": last_step(experiment), "faults": run.faults}
-    status = tell_result(told, [verdict])
-    if status == 0:
-        shutil.rmtree(folder)
-    else:
-        say(f"see {folder}")
-    return status
+    result = {"nodes": 3, "processes": len(TRAINERS) + len(SERVERS), "steps": run.last_step, "faults": faults}
+    return tell_result(result, verdict, folder)
 
 
-def _is_rank(pid: int) -> bool:
-    with contextlib.suppress(psutil.Error):
-        command = psutil.Process(pid).cmdline()
-        return str(PACED) in command and "torch.distributed.run" not in command
-    return False
+def _is_rank(command: list[str]) -> bool:
+    return str(PACED) in command and "torch.distributed.run" not in command
 
 
 if __name__ == "__main__":

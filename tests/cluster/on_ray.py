@@ -8,15 +8,13 @@ after the loss of the trainer's machine the run goes on from its checkpoint. The
 
 from __future__ import annotations
 
-import shutil
 import sys
-import tempfile
-from pathlib import Path
 
 from chaos.experiment import Experiment
-from testing_quickstart import write_tiny_model
+from programs.processes import marked
+from programs.report import make_folder, say
 
-from cluster.followed import PACED, ClusterRun, say, tell_result
+from cluster.followed import PACED, ClusterRun, tell_result
 from cluster.ray_cluster import RayCluster, ray_cluster
 
 MACHINES = ("machine-1", "machine-2", "machine-3", "machine-4")
@@ -36,17 +34,16 @@ END_S = 240.0
 
 def main() -> int:
     """Run everything and print the result."""
-    folder = Path(tempfile.mkdtemp(prefix="arealite-ray-"))
-    model = write_tiny_model(out=folder / "model", corpus=None, seed=1)
+    folder, model = make_folder("ray")
     experiment = Experiment(folder / "run", model, ALLOCATION, steps=STEPS, entry=PACED)
     with ray_cluster(*MACHINES) as cluster:
         say(f"a Ray cluster of {len(MACHINES)} machines with 4 GPUs each")
         launched = ClusterRun.start(experiment, "arealite.launcher.ray", *OVERRIDES, RAY_ADDRESS=cluster.address)
         with launched as run:
             run.do(2)
-            first, num_processes = machines(cluster, run), len(run.processes)
+            first, num_processes = machines(cluster, run), len([*marked(experiment.folder)])
             say(f"{num_processes} processes: {first}")
-            lose(cluster, run, first["server-0"], "lost_server_machine", is_fatal=False)
+            lose(cluster, run, first["server-0"], "lost_server_machine")
             run.do(2)
             run.wait("server-0 again", lambda: run.said("launcher | server-0 is ready at") == 2, BACK_S)
             then = machines(cluster, run)
@@ -54,15 +51,11 @@ def main() -> int:
             run.release()
             lose(cluster, run, then["trainer-0"], "lost_trainer_machine", is_fatal=True)
             verdict = run.finish(END_S)
-    if verdict.broken:
-        say(f"see {folder}")
-    else:
-        shutil.rmtree(folder)
     result = {"nodes": len(MACHINES), "processes": num_processes, "steps": STEPS, "faults": run.outcome.faults}
-    return tell_result(result, [verdict])
+    return tell_result(result, verdict, folder)
 
 
-def lose(cluster: RayCluster, run: ClusterRun, machine: str, kind: str, *, is_fatal: bool) -> None:
+def lose(cluster: RayCluster, run: ClusterRun, machine: str, kind: str, *, is_fatal: bool = False) -> None:
     """Kill a machine with everything on it."""
     run.fault(kind, f"{machine} is killed", is_fatal=is_fatal)
     cluster.kill(machine)

@@ -10,20 +10,16 @@ on from its checkpoint. Runs that were cancelled leave nothing. The last line is
 from __future__ import annotations
 
 import re
-import shutil
 import signal
 import sys
-import tempfile
 from contextlib import AbstractContextManager
-from pathlib import Path
 
 from chaos.experiment import Experiment
-from chaos.victims import marked
-from testing_quickstart import write_tiny_model
+from programs.processes import marked
+from programs.report import make_folder, say, skip
 
 from arealite.utils.processes import describe_exit, wait_gone
-from cluster.common import skip
-from cluster.followed import PACED, ClusterRun, say, tell_result
+from cluster.followed import PACED, ClusterRun, tell_result
 from cluster.slurm_cluster import SlurmCluster, why_impossible
 
 NUM_MACHINES = 4
@@ -47,8 +43,7 @@ def main() -> int:
     """Run everything and print the result."""
     if reason := why_impossible():
         return skip(reason)
-    folder = Path(tempfile.mkdtemp(prefix="arealite-slurm-"))
-    model = write_tiny_model(out=folder / "model", corpus=None, seed=1)
+    folder, model = make_folder("slurm")
     experiments = [
         Experiment(folder / name, model, ALLOCATION, steps=STEPS, batch_size=12, entry=PACED)
         for name in ("hit", "cancelled", "stopped", "held")
@@ -57,7 +52,7 @@ def main() -> int:
         say(f"a Slurm cluster of {NUM_MACHINES} machines with 4 GPUs each")
         with _start(cluster, experiments[0]) as run:
             run.do(2)
-            num_processes = len(run.processes)
+            num_processes = len([*marked(run.experiment.folder)])
             say(f"{num_processes} processes")
             _hit(cluster, run)
             verdict = run.finish(END_S)
@@ -83,18 +78,14 @@ def main() -> int:
             faults += ["scancel", "interrupt", "interrupt while it waits"]
         if jobs := cluster.run("squeue", "-h"):
             verdict.broken.append(f"no job may be left: got {jobs}")
-    if verdict.broken:
-        say(f"see {folder}")
-    else:
-        shutil.rmtree(folder)
     result = {"nodes": NUM_MACHINES, "processes": num_processes, "steps": STEPS, "faults": faults}
-    return tell_result(result, [verdict])
+    return tell_result(result, verdict, folder)
 
 
 def _hit(cluster: SlurmCluster, run: ClusterRun) -> None:
     """Do to a run what it survives, one thing after the other."""
-    run.fault("killed_srun", "kill -9 of the srun of server-1", is_fatal=False)
-    next(one for one in run.processes if one.name() == "srun" and "--nodelist=node2" in one.cmdline()).kill()
+    run.fault("killed_srun", "kill -9 of the srun of server-1")
+    run.process("srun", "--nodelist=node2").kill()
     run.do(2)
     run.wait("server-1 again", lambda: run.said("launcher | server-1 is ready at") == 2, BACK_S)
     run.fault("requeue", "scontrol requeue", is_fatal=True)
@@ -104,7 +95,7 @@ def _hit(cluster: SlurmCluster, run: ClusterRun) -> None:
     run.fault("killed_slurmd", "kill -9 of the slurmd of the trainer's machine", is_fatal=True)
     cluster.kill_slurmd("node3")
     run.wait("a third start", lambda: run.said("started the job again (2)") == 1, BACK_S)
-    say(f"it continues after {run.steps} steps")
+    say(f"it continues after step {run.last_step}")
     run.release()
 
 
@@ -116,7 +107,7 @@ def _start(cluster: SlurmCluster, experiment: Experiment, *overrides: str) -> Ab
 
 def _job(run: ClusterRun) -> str:
     """Return the number of a run's job."""
-    found = re.search(r"^job (\d+) \| submitted", run.launcher.output.read_text(), re.MULTILINE)
+    found = re.search(r"^job (\d+) \| submitted", run.launcher.text(), re.MULTILINE)
     assert found is not None, run.launcher.output
     return found[1]
 

@@ -18,8 +18,8 @@ import pytest
 pytest.importorskip("ray")
 import ray
 import torch
-from cluster.common import wait_until
 from cluster.ray_cluster import RayCluster, ray_cluster
+from programs.processes import wait_until
 from tensordict import TensorDict
 from testing_groups import WIDE, Tally, Unreadable
 

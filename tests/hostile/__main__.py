@@ -21,6 +21,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from programs.report import conclude, print_result, say
+
 from hostile.common import SECRET, Report, judge_text, run_part
 
 PARTS = ("requests", "answers", "files", "code", "agents")
@@ -47,17 +49,11 @@ def main() -> int:
         report = run(name, folder / name, args.seed, short=args.short)
         seconds[name] = round(time.monotonic() - began, 1)
         found.add(report)
-        for text in (*report.leaks, *report.broken):
-            say(f"BROKEN {text}")
         say(f"{name}: {report.tried} inputs, {len(report.broken) + len(report.leaks)} broken, {seconds[name]:g} s")
-    result = as_json(found) | {"seconds": seconds}
-    is_broken = bool(found.leaks or found.broken)
-    if is_broken:
-        say(f"see {folder}")
-    else:
+        conclude([*report.leaks, *report.broken], folder / name)
+    if not (is_broken := bool(found.leaks or found.broken)):
         shutil.rmtree(folder)
-    print(f"RESULT {json.dumps(result)}")
-    return int(is_broken)
+    return print_result(as_json(found) | {"seconds": seconds}, is_broken=is_broken)
 
 
 def run(name: str, folder: Path, seed: int, *, short: bool) -> Report:
@@ -84,20 +80,9 @@ def be_part(name: str, folder: Path, seed: int, *, short: bool) -> int:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    text = json.dumps(
-        {
-            "tried": report.tried,
-            "errors": dict(report.errors.most_common()),
-            "leaks": report.leaks,
-            "broken": report.broken,
-        }
-    )
+    text = json.dumps(vars(report) | {"errors": dict(report.errors.most_common())})
     found: dict[str, Any] = json.loads(text.replace(SECRET, "<the secret>"))
     return found
-
-
-def say(text: str) -> None:
-    print(text, flush=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import json
 import os
 import random
 import tempfile
-import threading
 import traceback
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +21,8 @@ from concurrent.futures import TimeoutError as NotInTime
 from pathlib import Path
 from typing import Any
 
+from programs.proxy import Request, answering, pass_on, reply
+from testing_raw import REPLIES
 from testing_server import ScriptedServer, serve
 
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
@@ -39,16 +40,9 @@ _UPDATE = ("/pause_generation", "/update_weights_from_disk", "/continue_generati
 _MEET = ("/get_model_info",)
 
 
-def reply(body: bytes = b"{}", *headers: str, status: str = "200 OK", type: str = "application/json") -> bytes:
-    """Return an answer that is right as HTTP unless the headers are not."""
-    head = [f"HTTP/1.1 {status}", f"Content-Type: {type}", f"Content-Length: {len(body)}", *headers]
-    return "\r\n".join(head).encode() + b"\r\n\r\n" + body
-
-
 _OPEN = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 RAW: dict[str, bytes] = {
-    "nothing": b"",
-    "another protocol": b"-ERR unknown command 'POST'\r\n",
+    **REPLIES,
     "binary": bytes(range(256)) * 9,
     "TLS": b"\x15\x03\x01\x00\x02\x02\x46",
     "half a status": b"HTTP/1.1 2",
@@ -56,21 +50,15 @@ RAW: dict[str, bytes] = {
     "status 999": reply(status="999 No"),
     "HTTP/9": b"HTTP/9.9 200 OK\r\n\r\n",
     "negative length": _OPEN + b"Content-Length: -5\r\n\r\n{}",
-    "two lengths": _OPEN + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
-    "cut": _OPEN + b"Content-Length: 999\r\n\r\n{",
-    "bad chunk": _OPEN + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n",
-    "cut chunk": _OPEN + b"Transfer-Encoding: chunked\r\n\r\n9\r\n{}",
     "huge chunk": _OPEN + b"Transfer-Encoding: chunked\r\n\r\n" + b"f" * 40 + b"\r\n{}",
     "huge header": _OPEN + b"X: " + b"a" * 100_000 + b"\r\n\r\n",
     "many headers": _OPEN + b"X: y\r\n" * 50_000 + b"\r\n",
     "no colon": _OPEN + b"nonsense\r\n\r\n",
-    "no gzip": reply(b"junk", "Content-Encoding: gzip"),
     "unknown encoding": reply(b"junk", "Content-Encoding: zstd"),
     "redirect to itself": reply(b"", "Location: /generate", status="307 T"),
     "redirect to nonsense": reply(b"", "Location: http://[::1", status="302 F"),
     "redirect to nobody": reply(b"", "Location: http://127.0.0.1:1/", status="301 M"),
     "redirect to a file": reply(b"", "Location: file:///etc/passwd", status="308 P"),
-    "switch of protocols": b"HTTP/1.1 101 Switching\r\nUpgrade: websocket\r\n\r\n",
     "continue": b"HTTP/1.1 100 Continue\r\n\r\n" * 1000,
     "charset": reply(b"\xff\xfe{}", type="application/json; charset=nonsense"),
     "bad type": reply(b"{}", type="\x01;;;"),
@@ -124,43 +112,23 @@ def falsified(answer: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
 
 
 class JunkServer:
-    """Passes requests on to a good server, but answers `scope` with junk; lives in a thread of its own."""
+    """Passes requests on to a good server, but answers `scope` with junk."""
 
     def __init__(self, good: ScriptedServer, kind: str, raw: bytes | None, scope: tuple[str, ...]) -> None:
         self.good, self.kind, self.raw, self.scope = good, kind, raw, scope
         self.is_junk = True
-        self.address = ""
         self.num_junk = 0
-        self._tasks: set[asyncio.Task[None] | None] = set()  # the loop itself holds them weakly
 
-    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one request and hang up."""
-        self._tasks.add(asyncio.current_task())
-        gone = OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, asyncio.CancelledError
-        with contextlib.suppress(*gone):
-            head = await reader.readuntil(b"\r\n\r\n")
-            lines = head.decode(errors="replace").split("\r\n")
-            fields = dict(line.lower().split(": ", 1) for line in lines[1:] if ": " in line)
-            body = await reader.readexactly(int(fields.get("content-length", 0)))
-            if lines[0].split(" ")[1] in self.scope and self.is_junk:
-                self.num_junk += 1
-                async for piece in self._junk(head):
-                    writer.write(piece)
-                    await writer.drain()
-            else:
-                host, _, port = self.good.address.rpartition(":")
-                its_reader, its_writer = await asyncio.open_connection(host, int(port))
-                its_writer.write(head.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n") + body)
-                writer.write(await its_reader.read())
-                its_writer.close()
-            await writer.drain()
-        writer.close()
-
-    async def _junk(self, head: bytes) -> AsyncIterator[bytes]:
+    async def answer(self, request: Request) -> AsyncIterator[bytes]:
+        """Answer one request."""
+        if request.path not in self.scope or not self.is_junk:
+            yield await pass_on(self.good.address, request)
+            return
+        self.num_junk += 1
         if self.raw is not None:
             yield self.raw
         elif self.kind == "echo":
-            yield reply(head, status="500 X", type="text/plain")
+            yield reply(request.head, status="500 X", type="text/plain")
         elif self.kind == "silence":
             await asyncio.sleep(DEADLINE_S)
         else:
@@ -172,31 +140,6 @@ class JunkServer:
             while True:
                 yield {"endless header": b"X: y\r\n", "drips": b" "}.get(self.kind, b"400\r\n" + b" " * 1024 + b"\r\n")
                 await asyncio.sleep(0.01)
-
-    @contextlib.contextmanager
-    def serving(self) -> Iterator[None]:
-        loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=loop.run_forever)
-        thread.start()
-        run = lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, loop).result(DEADLINE_S)  # noqa: E731
-        server = run(asyncio.start_server(self.handle, "127.0.0.1", 0, limit=2**20))
-        self.address = "{}:{}".format(*server.sockets[0].getsockname())
-
-        async def stop() -> None:
-            server.close()
-            await asyncio.sleep(0.01)  # a connection that was accepted just now has no task yet
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-        try:
-            yield
-        finally:
-            run(stop())
-            loop.call_soon_threadsafe(loop.stop)
-            thread.join()
-            loop.close()
 
 
 def attack(report: Report, folder: Path, rng: random.Random, *, short: bool) -> None:
@@ -233,9 +176,9 @@ def try_one(folder: Path, kind: str, scope: tuple[str, ...], raw: bytes | None) 
         stack.enter_context(serve(healthy))
         stack.enter_context(serve(good))
         junk = JunkServer(good, kind, raw, scope)
-        stack.enter_context(junk.serving())
+        address = stack.enter_context(answering(junk.answer))
         junk.is_junk = scope == _MEET
-        addresses = [junk.address, healthy.address]
+        addresses = [address, healthy.address]
         setup_s = _UPDATE_S if scope == _MEET else DEADLINE_S
         config = InferenceEngineConfig(
             server_addrs=addresses, backend="lite", request_timeout=_REQUEST_S, setup_timeout=setup_s

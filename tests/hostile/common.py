@@ -15,18 +15,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
+from programs.processes import MARKER, leftovers
 from testing_processes import spawn
 
-REPOSITORY = Path(__file__).parents[2]
-MARKER = "AREALITE_HOSTILE_PART"
-"""A variable that all descendants of a part inherit, also those whose parents are gone."""
 SECRET = "5e" * 32
 """The secret of every server and client here, which nothing may print."""
 DEADLINE_S = 60.0
 """For an honest request, and for whatever must end by itself after a second or two."""
 _SETTLE_S = 30.0
-ORPHANS_S = 60.0
-"""For processes to end after the part that started them."""
 _MAX_FILES, _MAX_THREADS = 8, 16
 """Most that a process may keep of connections and threads, whatever it was sent."""
 _MAX_LOG_BYTES, _LOG_BYTES_PER_INPUT = 2**17, 300
@@ -88,9 +84,9 @@ class Usage:
         ]
 
 
-def settled(look: Callable[[], Sequence[str]], timeout_s: float = _SETTLE_S) -> list[str]:
+def settled(look: Callable[[], Sequence[str]]) -> list[str]:
     """Return what `look` still finds when it has found nothing, or after a while."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + _SETTLE_S
     while (found := look()) and time.monotonic() < deadline:
         time.sleep(0.2)
     return list(found)
@@ -133,10 +129,9 @@ def run_part(command: Sequence[str], folder: Path, name: str, timeout_s: float) 
     """Run a program that must end by itself and leave nothing; return leaks, what is broken, and what it printed."""
     temporary, console = folder / "tmp", folder / "console.txt"
     temporary.mkdir(parents=True)
-    mark = f"{folder}"
-    env = os.environ | {MARKER: mark, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
-    leaks: list[str] = []
-    broken: list[str] = []
+    env = os.environ | {MARKER: str(folder), "TMPDIR": str(temporary)}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    broken = []
     with console.open("wb") as file:
         process = spawn(command, env=env, stdout=file, stderr=file)
     try:
@@ -149,25 +144,9 @@ def run_part(command: Sequence[str], folder: Path, name: str, timeout_s: float) 
         time.sleep(1)
         process.kill()
         process.wait()
-    settled(lambda: [str(one.pid) for one in _marked(mark)], ORPHANS_S)
-    for orphan in _marked(mark):
-        leaks.append(f"{name} must leave no process: got {orphan}")
-        orphan.kill()
-    left = [path.name for path in temporary.iterdir() if not path.name.startswith(("torchinductor", "pymp-"))]
-    leaks += [f"{name} must leave no temporary file: got {left}"] * bool(left)
+    leaks = [f"{name}: {text}" for text in leftovers(folder, temporary, may_stay=("torchinductor", "pymp-"))]
     shutil.rmtree(temporary, ignore_errors=True)
     return leaks, broken, console.read_text(errors="replace")
-
-
-def _marked(mark: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARKER) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
 
 
 NESTED = 100_000

@@ -21,6 +21,7 @@ import datasets
 import testing_forks
 import torch
 import yaml
+from programs.processes import REPOSITORY
 from recover_program import train
 from testing_registry import RunningRegistry
 from testing_workflows import IdleEngine, WaitingWorkflow
@@ -38,7 +39,7 @@ from arealite.rollout.account.store import Replay
 from arealite.trainer.stats_logger import undo_from
 from arealite.utils.secret import ensure_secret
 from arealite.weights.log import record_weights
-from hostile.common import JUNK, NESTED, REPOSITORY, SECRET, Report, judge_command
+from hostile.common import JUNK, NESTED, SECRET, Report, judge_command
 
 _CONFIG = REPOSITORY / "examples" / "arealite" / "configs" / "gsm8k_grpo_cpu.yaml"
 _RUN = Path("e", "t")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import torch
+from programs.processes import environment
 from safetensors.torch import load_file
 from testing_quickstart import PAD, ROLES
 from testing_senders import Senders
@@ -43,7 +43,7 @@ from arealite.weights.canary import check_canary
 from arealite.weights.publish import publish_weights
 from arealite.workflow.trajectory import trajectory_from_response
 from servers.models import Reference, Scored, end_ids
-from servers.programs import CONTEXT, REPOSITORY
+from servers.programs import CONTEXT
 from servers.subject import Flight, Subject, prompt, requests
 
 _IN_FLIGHT_S = 900.0
@@ -553,8 +553,7 @@ def dying_sender(subject: Subject) -> str:
     if subject.program.name == "colocated":
         raise NotApplicable("")
     weights = _weights(subject)
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests")))}
-    command = [sys.executable, "-m", "servers.dying_sender"]
+    command, env = [sys.executable, "-m", "servers.dying_sender"], environment(also_tests=True)
     with (
         subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sender,
         subject.client() as engine,

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+
+from programs.processes import environment, guarded
+from programs.wire import wait_ready
 
 from arealite import __version__
 from arealite.api.config.rollout import ColocatedConfig
@@ -25,12 +25,10 @@ from arealite.engine.vllm_remote import RemoteVLLMEngine
 from arealite.inference.colocated import ColocatedServer
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.utils.network import LOOPBACK, hold_port, port_of
-from servers.wire import ask
 
 Name = Literal["lite", "colocated", "sglang", "vllm"]
 COLOCATED: dict[str, ColocatedServer] = {}
 """Servers in this process, by their addresses."""
-REPOSITORY = Path(__file__).parents[2]
 CONTEXT = 512
 """Longest sequence of every server, in tokens."""
 _READY_S = 600.0
@@ -67,11 +65,7 @@ class Program:
     @property
     def environment(self) -> dict[str, str]:
         """Return the environment of its processes."""
-        return {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")} | {
-            "PYTHONPATH": str(REPOSITORY),
-            "HF_HUB_OFFLINE": "1",
-            **self.env,
-        }
+        return environment() | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **self.env}
 
     def command(self, *arguments: str) -> list[str]:
         """Return the command that serves with `arguments`, or only checks them if one is `--check`."""
@@ -168,25 +162,9 @@ def served(program: Program, model: Path, log: Path) -> Iterator[str]:
             return
         holder = stack.enter_context(hold_port())
         address = f"{LOOPBACK}:{port_of(holder)}"
-        output = stack.enter_context(log.open("ab"))
         temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="arealite-server-"))  # short, for sockets
         arguments = [program.model_flag, str(model), "--host", LOOPBACK, "--port", str(port_of(holder))]
-        guarded = [sys.executable, "-m", "arealite.launcher.place.guard", *program.command(*arguments)]
         env = program.environment | {"TMPDIR": temporary}
-        process = subprocess.Popen(guarded, env=env, stdin=subprocess.PIPE, stdout=output, stderr=output, cwd="/")
-        stack.callback(process.wait, 120)
-        assert process.stdin is not None
-        stack.enter_context(process.stdin)  # its end is the guard's sign to end
-        _wait_ready(process, address, log)
+        server = stack.enter_context(guarded(program.command(*arguments), log, env=env))
+        wait_ready(address, _READY_S, server)
         yield address
-
-
-def _wait_ready(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
-    deadline = time.monotonic() + _READY_S
-    while True:
-        with contextlib.suppress(OSError):
-            if ask(address, "GET", "/health", timeout_s=60).status == 200:
-                return
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"the server must be ready within {_READY_S:g} s. Its log:\n{log.read_text()[-4000:]}")
-        time.sleep(0.2)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from programs.wire import Answer, ask
 from transformers import AutoTokenizer
 
 from arealite.api.io_struct import ModelRequest
@@ -24,7 +25,6 @@ from arealite.inference.http import ServerConnection, deadline_in, open_session
 from servers.models import end_ids, write_model
 from servers.programs import CONTEXT, Program, served
 from servers.subject import prompt, requests
-from servers.wire import Answer, ask
 
 SEED = 1
 """Of the model that the recorded servers hold; version 1 is that of the next one."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from typing import Any
+
+from programs.processes import Program, wait_until
 
 
 @dataclass(frozen=True)
@@ -34,3 +37,14 @@ def _parsed(body: bytes) -> Any:
         return json.loads(body)
     except ValueError:
         return body.decode(errors="replace")
+
+
+def wait_ready(address: str, timeout_s: float, *programs: Program) -> None:
+    """Wait until a server says that it is healthy; Broken if it does not, or if its program ends."""
+
+    def is_ready() -> bool:
+        with contextlib.suppress(OSError):
+            return ask(address, "GET", "/health").status == 200
+        return False
+
+    wait_until(f"a server that is ready at {address}", is_ready, timeout_s, *programs)
