@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -45,6 +46,14 @@ def _cpu_s() -> float:
     """Return the CPU seconds of this process and of the children it has waited for."""
     forks = sys.modules.get("testing_forks")
     return sum(os.times()[:4]) + (forks.cpu_s() if forks else 0.0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write the quickstart's tiny model with random weights."""
+    from testing_quickstart import write_tiny_model  # it imports torch
+
+    return write_tiny_model(out=tmp_path_factory.mktemp("model"), corpus=None, seed=1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

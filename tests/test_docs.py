@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import testing_runs
 from testing_rollouts import stored_rows
 
 from arealite.api.cli_args import DatasetConfig
@@ -45,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def metrics(folder: Path, trial: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "runs/own" / trial / "metrics.jsonl").read_text().splitlines()]
+    return testing_runs.metrics(folder / "runs/own" / trial)
 
 
 @pytest.mark.slow
@@ -131,8 +132,7 @@ def test_tutorials_of_one_gpu_a_loss_and_a_run_that_does_not_learn(tmp_path: Pat
     assert 0.2 < last["policy/blamed"] < 0.8 and last["optim/grad_norm"] > 0
     adapter = json.loads((tmp_path / "runs/own/one/checkpoints/step_1/adapter_config.json").read_text())
     assert adapter["r"] == 4
-    command = [sys.executable, "look.py", "runs/own/stuck"]
-    shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    shown = testing_runs.run("look.py", "runs/own/stuck", cwd=tmp_path)
     assert re.search(r"reward/dead_group_ratio +first 1.0 +last 1.0\n", shown)
     assert re.search(r"optim/grad_norm +first 0.0 +last 0.0\n", shown)
     assert len(re.findall(r"^<.user.>.*-> 0.0$", shown, re.MULTILINE | re.DOTALL)) >= 1

@@ -2,20 +2,18 @@
 
 import json
 import math
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from testing_metrics import undocumented
-from testing_quickstart import WORD_PROBLEMS, write_tiny_model
+from programs.processes import REPOSITORY
+from testing_quickstart import WORD_PROBLEMS
 from testing_rollouts import edit_rows, stored_rows
+from testing_runs import arealite, launch, metrics, run
 from testing_trace import assert_nested, read_spans, waits_of
 from transformers import AutoModelForSequenceClassification
 
@@ -23,27 +21,9 @@ from arealite.rollout.account.rollout_file import read_update
 from arealite.trainer.step_line import bounds
 from arealite.weights.log import read_weights
 
-REPOSITORY = Path(__file__).parents[1]
 PROCESSES = ("trainer-0", "trainer-1", "server-0", "server-1")
 CONFIGS = REPOSITORY / "examples" / "arealite" / "configs"
 pytestmark = pytest.mark.xdist_group("end_to_end")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(out=tmp_path_factory.mktemp("model"), corpus=None, seed=1)
-
-
-def run(*command: str, status: int = 0) -> str:
-    """Run a program from an unrelated folder and return what it printed."""
-    env = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "VIRTUAL_ENV")}
-    finished = subprocess.run([sys.executable, *command], cwd="/", env=env, capture_output=True, text=True, check=False)
-    assert finished.returncode == status, f"{finished.stdout}\n{finished.stderr}"
-    return finished.stdout + finished.stderr
-
-
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def run_rl(
@@ -55,9 +35,9 @@ def run_rl(
     script: Path | None = None,
 ) -> Path:
     """Run a few small steps of an example, or of a script with its config, and return the run folder."""
-    run(
-        *("-m", "arealite.launcher.local", str(script or REPOSITORY / "examples" / "arealite" / f"{example}.py")),
-        *("--config", str(CONFIGS / f"{example}_cpu.yaml"), f"actor.path={model}", f"cluster.fileroot={fileroot}"),
+    launch(
+        *(script or REPOSITORY / "examples" / "arealite" / f"{example}.py", CONFIGS / f"{example}_cpu.yaml"),
+        *(f"actor.path={model}", f"cluster.fileroot={fileroot}"),
         *("experiment_name=e2e", "trial_name=t", f"total_train_steps={num_steps}", "train_dataset.batch_size=6"),
         *("gconfig.n_samples=4", "gconfig.max_new_tokens=24", f"train_dataset.path={WORD_PROBLEMS}?train=200&test=10"),
         *("launcher.preflight=false", "evaluator.freq_steps=2", *overrides),  # it takes seconds; test_docs.py has it
@@ -67,8 +47,7 @@ def run_rl(
 
 def check_run(folder: Path, *, num_steps: int, bound: int, num_servers: int) -> None:
     """Hold the files of a run to the invariants."""
-    rows = rows_of(folder / "metrics.jsonl")
-    assert not undocumented({key for row in rows for key in row})
+    rows = metrics(folder)
     assert [row["step"] for row in rows] == list(range(num_steps + 1))
     trained, prompts, used_servers = rows[:num_steps], [], set()
     for step, row in enumerate(trained):
@@ -142,7 +121,7 @@ def test_the_trace_of_all_processes_agrees_with_the_metrics(asynchronous: Path) 
     processes = {name: [one for one in spans if one.process.split()[0] == name] for name in PROCESSES}
     assert sum(map(len, processes.values())) == len(spans)
     rank_0 = processes["trainer-0"]
-    for row in rows_of(asynchronous / "metrics.jsonl")[:4]:
+    for row in metrics(asynchronous)[:4]:
         (step,) = (one for one in rank_0 if one.name == f"step {row['step']}")
         inside = [one for one in rank_0 if one.thread == step.thread and step.began_s <= one.began_s < step.ended_s]
         times = {key: sum(one.length_s for one in inside if one.name == key[5:-2]) for key in row if "time/" in key}
@@ -168,7 +147,7 @@ def test_a_step_is_replayed_from_the_initial_model(asynchronous: Path) -> None:
     weights = read_weights(asynchronous)
     assert sorted(weights) == [0, 1, 2, 3, 4] and len(set(weights.values())) == 5
     before = sorted(asynchronous.rglob("*"))
-    out = run("-m", "arealite.cli.main", "replay", str(asynchronous), "--step", "1")
+    out = arealite("replay", str(asynchronous), "--step", "1")
     assert f"step 1 replayed: weights of version 2 are bit-identical (fingerprint {weights[2]})" in out
     assert sorted(asynchronous.rglob("*")) == before
 
@@ -185,7 +164,7 @@ def test_a_replay_names_the_first_step_that_differs(asynchronous: Path, tmp_path
         return samples
 
     edit_rows(folder / "rollouts" / "step_3", with_another_reward)
-    out = run("-m", "arealite.cli.main", "replay", str(folder), "--step", "3", status=1)
+    out = arealite("replay", str(folder), "--step", "3", status=1)
     assert "resuming after step 1" in out
     expected = read_weights(folder)[4]
     differs = rf"step 3 replayed: weights of version 4 DIFFER: .* {expected}, these [0-9a-f]{{16}}\n"
@@ -211,9 +190,9 @@ def test_one_process_samples_and_trains(model: Path, tmp_path: Path) -> None:
     )
     check_run(folder, num_steps=4, bound=2, num_servers=1)
     assert not list((folder / "logs").glob("server-*"))
-    assert max(row["staleness/max"] for row in rows_of(folder / "metrics.jsonl")[:4]) > 0
-    assert "\nlost 0\nrepeated 0\n" in run("-m", "arealite.cli.main", "ledger", str(folder))
-    assert "are bit-identical" in run("-m", "arealite.cli.main", "replay", str(folder), "--step", "3")
+    assert max(row["staleness/max"] for row in metrics(folder)[:4]) > 0
+    assert "\nlost 0\nrepeated 0\n" in arealite("ledger", str(folder))
+    assert "are bit-identical" in arealite("replay", str(folder), "--step", "3")
 
 
 BRANCHING = """
@@ -249,7 +228,7 @@ def test_runs_of_several_rows_are_trained_audited_and_replayed(model: Path, tmp_
     folder = run_rl(
         model, tmp_path, 3, two_ranks, "recover.mode=auto", "recover.freq_steps=2", script=tmp_path / "grpo.py"
     )
-    rows = rows_of(folder / "metrics.jsonl")
+    rows = metrics(folder)
     for step in range(3):
         lines = stored_rows(folder / "rollouts" / f"step_{step}")
         assert [line["sample"] for line in lines] == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3] * 6
@@ -257,16 +236,16 @@ def test_runs_of_several_rows_are_trained_audited_and_replayed(model: Path, tmp_
         runs = {(line["prompt_id"], line["sample"]): line["reward"] for line in lines}
         assert rows[step]["reward/mean"] == pytest.approx(sum(runs.values()) / 24, rel=1e-5)
         assert all(set(line["segments"][-1]) == {"sampled"} and len(line["segments"]) == 2 for line in lines)
-    assert "\nlost 0\nrepeated 0\n" in run("-m", "arealite.cli.main", "ledger", str(folder))
+    assert "\nlost 0\nrepeated 0\n" in arealite("ledger", str(folder))
     for step in ("1", "2"):
-        assert "are bit-identical" in run("-m", "arealite.cli.main", "replay", str(folder), "--step", step)
+        assert "are bit-identical" in arealite("replay", str(folder), "--step", step)
 
 
 @pytest.mark.slow
 def test_ppo_with_a_critic_that_starts_another(model: Path, tmp_path: Path) -> None:
     folder = run_rl(model, tmp_path, 3, "actor.reward_bias=-0.5", "critic_warmup_steps=1", example="gsm8k_ppo")
     check_run(folder, num_steps=3, bound=2, num_servers=1)
-    rows = rows_of(folder / "metrics.jsonl")
+    rows = metrics(folder)
     assert rows[0]["value/mean"] == 0.0 and rows[0]["value/return"] == pytest.approx(rows[0]["reward/mean"] - 0.5)
     assert rows[2]["value/mean"] < -0.05, "towards the reward"
     assert all(row["value/skipped_steps"] == 0 for row in rows[:3])
@@ -281,16 +260,12 @@ def test_ppo_with_a_critic_that_starts_another(model: Path, tmp_path: Path) -> N
 def test_fine_tuning_by_torchrun(model: Path, tmp_path: Path) -> None:
     out = run(
         *("-m", "torch.distributed.run", "--nproc-per-node", "2", "--log-dir", tmp_path / "torchrun"),
-        *(str(REPOSITORY / "examples" / "arealite" / "gsm8k_sft.py"), "--config", str(CONFIGS / "gsm8k_sft_cpu.yaml")),
+        *(REPOSITORY / "examples" / "arealite" / "gsm8k_sft.py", "--config", CONFIGS / "gsm8k_sft_cpu.yaml"),
         *(f"model.path={model}", f"cluster.fileroot={tmp_path}", "trial_name=t", "total_train_steps=20"),
-        *(
-            f"train_dataset.path={WORD_PROBLEMS}?train=400&test=40",
-            "stats_logger.line_freq_steps=1",
-            "train_dataset.batch_size=15",
-        ),
+        *(f"train_dataset.path={WORD_PROBLEMS}?train=400&test=40", "train_dataset.batch_size=15"),
+        "stats_logger.line_freq_steps=1",
     )
     assert out.count("step ") == 21
-    rows = rows_of(tmp_path / "gsm8k-sft-cpu" / "t" / "metrics.jsonl")
-    assert not undocumented({key for row in rows for key in row})
+    rows = metrics(tmp_path / "gsm8k-sft-cpu" / "t")
     assert rows[20]["eval/loss"] < 0.7 * rows[0]["eval/loss"]
     assert rows[0]["sft/loss"] == pytest.approx(rows[0]["eval/loss"], rel=0.1)

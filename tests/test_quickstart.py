@@ -1,27 +1,20 @@
 """What `make quickstart` promises, on several seeds: it learns, and nothing happens without a learning rate."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from testing_runs import arealite
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("quickstart")]
 
 
-def arealite(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "arealite.cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 def quickstart(fileroot: Path, *overrides: str) -> dict[str, Any]:
-    finished = arealite("quickstart", f"fileroot={fileroot}", "trial_name=t", *overrides)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    output = arealite("quickstart", f"fileroot={fileroot}", "trial_name=t", *overrides)
     folder = fileroot / "quickstart" / "t"
     assert {path.name for path in folder.parent.iterdir()} == {"t-model", "t-sft", "t"}
-    assert finished.stdout.rstrip().endswith(str(folder / "report.html"))
+    assert f"{folder}/report.html\n" in output
     return json.loads((folder / "summary.json").read_text())
 
 
@@ -34,8 +27,8 @@ def test_accuracy_rises_within_the_staleness_bound(tmp_path: Path, seed: int) ->
     assert 0 < summary["staleness_max"] <= summary["max_head_offpolicyness"]
     assert summary["trained_tokens"] < summary["generated_tokens"]
     assert summary["steps"] > 0 and summary["wall_s"] > summary["sft_s"] + summary["rl_s"]
-    again = arealite("quickstart", f"fileroot={tmp_path}", "trial_name=t")
-    assert again.returncode == 2 and "trial_name must be new" in again.stderr
+    again = arealite("quickstart", f"fileroot={tmp_path}", "trial_name=t", status=2)
+    assert "trial_name must be new" in again
 
 
 def test_nothing_is_learned_without_a_learning_rate(tmp_path: Path) -> None:

@@ -8,110 +8,100 @@ import os
 import re
 import resource
 import signal
-import subprocess
-import sys
-import time
+import textwrap
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from testing_quickstart import WORD_PROBLEMS, write_tiny_model
+from chaos.experiment import ENTRY, Experiment, Launcher
+from programs.processes import wait_until
+from testing_quickstart import WORD_PROBLEMS
 from testing_rollouts import stored_rows
 
+from arealite.utils.files import read_jsonl
 from arealite.utils.processes import descendants, is_alive, kill_tree
 
-EXAMPLES = Path(__file__).parents[1] / "examples" / "arealite"
 STEPS, BATCH, GROUP = 4, 4, 2
-DEADLINE_S = 1200
+DEADLINE_S = 1200.0
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(out=tmp_path_factory.mktemp("model"), corpus=None, seed=1)
-
-
 class HeldScript:
-    """The example, held in one step before its update until it is let go or asked to stop."""
+    """The example, whose processes wait before its last block of `timer`, each until it is let go or asked to stop."""
 
-    def __init__(self, folder: Path, step: int) -> None:
-        self._hold, self._is_there = folder / "hold", folder / "is_there"
-        self._hold.touch()
-        before, update = (EXAMPLES / "gsm8k_grpo.py").read_text().split('        with stats.timer("update"):')
+    def __init__(self, folder: Path, timer: str, *, when: str = "True", then: str = "") -> None:
+        self._folder = folder
+        (folder / "hold").touch()
+        before, block, after = ENTRY.read_text().rpartition(f'with stats.timer("{timer}"):')
         wait = f"""
-        import pathlib, time
-        from arealite.utils import stop
-        if step == {step}:
-            pathlib.Path({str(self._is_there)!r}).touch()
-            while pathlib.Path({str(self._hold)!r}).exists() and not stop.is_asked():
-                time.sleep(0.01)
-        with stats.timer("update"):"""
+            import os, pathlib, time
+            from arealite.utils import stop
+            held = pathlib.Path({str(folder)!r}) / f"held-{{os.getpid()}}"
+            if {when} and held.with_name("hold").exists():
+                held.touch()
+                while held.exists() and held.with_name("hold").exists() and not stop.is_asked():
+                    time.sleep(0.01)
+                {then}
+            """
+        indent = before[before.rfind("\n") + 1 :]
         self.path = folder / "entry.py"
-        self.path.write_text(before + wait + update)
+        self.path.write_text(f"{before}\n{textwrap.indent(textwrap.dedent(wait), indent)}\n{indent}{block}{after}")
 
     @property
-    def is_there(self) -> bool:
-        return self._is_there.exists()
+    def held(self) -> list[Path]:
+        """Return a file for each process that waits."""
+        return list(self._folder.glob("held-*"))
 
-    def let_go(self) -> None:
-        self._hold.unlink()
+    def let_go(self, *, of_all: bool = True) -> None:
+        """Let processes go on; `of_all`: later ones as well."""
+        if of_all:
+            (self._folder / "hold").unlink()
+        for file in self.held:
+            file.unlink()
 
 
 class Run:
     """Synchronous, deterministic GRPO. All rewards count as -0.5, so every step changes the weights."""
 
-    def __init__(self, model: Path, fileroot: Path, allocation: str) -> None:
-        self.folder = fileroot / "recovered" / "t"
-        self.launchers: list[subprocess.Popen[bytes]] = []
-        self._arguments = [
-            *(f"actor.path={model}", f"cluster.fileroot={fileroot}", f"allocation_mode={allocation}"),
-            *("experiment_name=recovered", "trial_name=t", "recover.mode=auto", "recover.freq_steps=2"),
-            *("async_training=false", "lite.deterministic=true", "launcher.trainer_threads=1"),
-            "launcher.preflight=false",
-            *(
-                "actor.group_reward_norm=false",
-                "actor.reward_bias=-0.5",
-                f"train_dataset.path={WORD_PROBLEMS}?train=40&test=4",
-            ),
-            *(f"total_train_steps={STEPS}", f"train_dataset.batch_size={BATCH}", "evaluator.freq_steps=3"),
-            *(f"gconfig.n_samples={GROUP}", "gconfig.max_new_tokens=12"),
-        ]
+    def __init__(self, model: Path, folder: Path, allocation: str) -> None:
+        overrides = {
+            "async_training": False,
+            "lite.deterministic": True,
+            "launcher.trainer_threads": 1,
+            "train_dataset.path": f"{WORD_PROBLEMS}?train=40&test=4",
+            "evaluator.freq_steps": 3,
+            "gconfig.max_new_tokens": 12,
+        }
+        sizes: dict[str, int] = {"steps": STEPS, "batch_size": BATCH, "group_size": GROUP}
+        self._experiment = Experiment(
+            folder, model, allocation, **sizes, retries=3, checkpoint_steps=2, overrides=overrides
+        )
+        self.folder = self._experiment.run_folder
+        self.launchers: list[Launcher] = []
 
-    def start(self, *overrides: str, entry: Path = EXAMPLES / "gsm8k_grpo.py") -> subprocess.Popen[bytes]:
+    def start(self, *overrides: str, entry: Path = ENTRY) -> Launcher:
         """Start the launcher."""
-        command: list[Any] = [sys.executable, "-m", "arealite.launcher.local", entry]
-        command += ["--config", EXAMPLES / "configs" / "gsm8k_grpo_cpu.yaml", *self._arguments, *overrides]
-        env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder.parent / "output.txt").open("ab") as output:
-            self.launchers.append(
-                subprocess.Popen(command, cwd="/", env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-            )
+        self.launchers.append(replace(self._experiment, entry=entry).launch(len(self.launchers), *overrides))
         return self.launchers[-1]
 
-    def finish(self, launcher: subprocess.Popen[bytes]) -> None:
-        assert launcher.wait(DEADLINE_S) == 0, self.output
+    def finish(self, launcher: Launcher) -> None:
+        assert launcher.process.wait(DEADLINE_S) == 0, self.output
 
     @property
     def output(self) -> str:
-        return (self.folder.parent / "output.txt").read_text()
+        return "".join(launcher.text() for launcher in self.launchers)
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return read_jsonl(self.folder / "metrics.jsonl")
 
-    def wait(self, is_so: Callable[[], object], launcher: subprocess.Popen[bytes]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not is_so():
-            assert launcher.poll() is None and time.monotonic() < deadline, self.output
-            time.sleep(0.02)
-
-    def wait_in_step(self, held: HeldScript, launcher: subprocess.Popen[bytes]) -> None:
+    def wait_until_held(self, held: HeldScript, launcher: Launcher, *, is_published: bool = True) -> None:
         """Wait until the trainer is held and its checkpoint of step 1, which a thread writes, is published."""
-        self.wait(lambda: held.is_there and (self.folder / "recover" / "step_1").exists(), launcher)
+        published = self.folder / "recover" / "step_1"
+        is_so = lambda: held.held and (not is_published or published.exists())  # noqa: E731
+        wait_until("a trainer that waits", is_so, DEADLINE_S, launcher)
 
     @property
     def trainer(self) -> int:
@@ -134,7 +124,7 @@ def make_run(model: Path, tmp_path: Path) -> Iterator[Callable[[str, str], Run]]
     yield make
     for run in runs:
         for launcher in run.launchers:
-            kill_tree(launcher.pid)
+            kill_tree(launcher.process.pid)
 
 
 def assert_same_run(found: Run, expected: Run) -> None:
@@ -161,8 +151,8 @@ def test_a_server_in_the_trainers_process_changes_no_bit(make_run: Callable[[str
     """Nor does a kill -9 of that process, and the resumed run."""
     apart, together = make_run("apart", "lite.d1p1t1+d1p1t1"), make_run("together", "lite.d1|d1")
     apart.finish(apart.start())
-    launcher = together.start(entry=(held := HeldScript(tmp_path, step=3)).path)
-    together.wait_in_step(held, launcher)
+    launcher = together.start(entry=(held := HeldScript(tmp_path, "update", when="step == 3")).path)
+    together.wait_until_held(held, launcher)
     os.kill(together.trainer, signal.SIGKILL)
     held.let_go()
     together.finish(launcher)
@@ -174,10 +164,10 @@ def test_a_killed_launcher_and_then_two_ranks(make_run: Callable[[str, str], Run
     """The user starts the same command again; later the run goes on with more ranks."""
     whole, cut = (make_run(name, "lite.d1p1t1+d1p1t1") for name in ("whole", "cut"))
     whole.finish(whole.start())
-    launcher = cut.start(entry=(held := HeldScript(tmp_path, step=3)).path)
-    cut.wait_in_step(held, launcher)
-    launcher.send_signal(signal.SIGKILL)
-    launcher.wait(120)
+    launcher = cut.start(entry=(held := HeldScript(tmp_path, "update", when="step == 3")).path)
+    cut.wait_until_held(held, launcher)
+    launcher.process.kill()
+    launcher.process.wait(120)
     held.let_go()
     cut.finish(cut.start())
     assert "resuming after step 1 from " in cut.output and "restart" not in cut.output
@@ -195,8 +185,8 @@ def test_a_killed_rank_of_two(make_run: Callable[[str, str], Run], tmp_path: Pat
     """The launcher starts the run again."""
     whole, cut = (make_run(name, "lite.d1p1t1+d2p1t1") for name in ("whole", "cut"))
     whole.finish(whole.start())
-    launcher = cut.start(entry=(held := HeldScript(tmp_path, step=3)).path)
-    cut.wait_in_step(held, launcher)
+    launcher = cut.start(entry=(held := HeldScript(tmp_path, "update", when="step == 3")).path)
+    cut.wait_until_held(held, launcher)
     os.kill(cut.trainer, signal.SIGKILL)
     held.let_go()
     cut.finish(launcher)
@@ -215,16 +205,16 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_ctrl_c_while_it_trains(make_run: Callable[[str, str], Run], whole: Run, tmp_path: Path) -> None:
     """The clocks go on too: the next checkpoint is of the step that it would have been of."""
     cut = make_run("cut", "lite.d1p1t1+d1p1t1")
-    launcher = cut.start(entry=(held := HeldScript(tmp_path, step=2)).path)
-    cut.wait(lambda: held.is_there, launcher)
-    launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(DEADLINE_S) == 130
+    launcher = cut.start(entry=(held := HeldScript(tmp_path, "update", when="step == 2")).path)
+    cut.wait_until_held(held, launcher, is_published=False)
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.process.wait(DEADLINE_S) == 130
+    held.let_go()
     assert [row["step"] for row in cut.rows] == [0, 1, 2]
     assert f"launcher | stopped after step 2; report: {cut.folder}/report.html\n" in cut.output
     assert "launcher | the same command continues from step 3\n" in cut.output
-    assert (cut.folder / "report.html").exists() and not json.loads((cut.folder / "summary.json").read_text())[
-        "is_finished"
-    ]
+    assert (cut.folder / "report.html").exists()
+    assert not json.loads((cut.folder / "summary.json").read_text())["is_finished"]
     cut.finish(cut.start())
     assert "resuming after step 2 from " in cut.output
     assert_same_run(cut, whole)
@@ -235,22 +225,12 @@ def test_ctrl_c_while_it_trains(make_run: Callable[[str, str], Run], whole: Run,
 def test_ctrl_c_in_the_last_evaluation(make_run: Callable[[str, str], Run], whole: Run, tmp_path: Path) -> None:
     """The trained model is there already, and only the evaluation is done again."""
     cut = make_run("cut", "lite.d1p1t1+d1p1t1")
-    script = (EXAMPLES / "gsm8k_grpo.py").read_text()
-    before, last = script.rsplit('    with stats.timer("eval"):', 1)
-    wait = f"""
-    import os, pathlib, time
-    from arealite.utils import stop
-    pathlib.Path({str(tmp_path / "evaluates")!r}).touch()
-    while not (stop.is_asked() or os.path.exists({str(tmp_path / "stopped")!r})):
-        time.sleep(0.01)
-    with stats.timer("eval"):"""
-    entry = tmp_path / "entry.py"
-    entry.write_text(before + wait + last)
+    entry = (held := HeldScript(tmp_path, "eval")).path
     launcher = cut.start(entry=entry)
-    cut.wait((tmp_path / "evaluates").exists, launcher)
-    launcher.send_signal(signal.SIGTERM)
-    assert launcher.wait(DEADLINE_S) == 143
-    (tmp_path / "stopped").touch()
+    cut.wait_until_held(held, launcher)
+    launcher.process.terminate()
+    assert launcher.process.wait(DEADLINE_S) == 143
+    held.let_go()
     assert (cut.folder / "checkpoints" / f"step_{STEPS - 1}" / "model.safetensors").exists()
     assert f"the same command continues from step {STEPS}\n" in cut.output
     cut.finish(cut.start(entry=entry))
@@ -263,25 +243,14 @@ def test_a_killed_rank_and_then_a_full_disk_in_the_last_evaluation(
 ) -> None:
     """The launcher starts the run again, twice."""
     cut = make_run("cut", "lite.d1p1t1+d1p1t1")
-    before, last = (EXAMPLES / "gsm8k_grpo.py").read_text().rsplit('    with stats.timer("eval"):', 1)
-    wait = f"""
-    import os, pathlib, time
-    evaluates = pathlib.Path({str(tmp_path)!r}) / f"evaluates-{{os.getpid()}}"
-    evaluates.touch()
-    while evaluates.exists():
-        time.sleep(0.01)
-    with stats.timer("eval"):"""
-    entry = tmp_path / "entry.py"
-    entry.write_text(before + wait + last)
-    launcher = cut.start(entry=entry)
+    launcher = cut.start(entry=(held := HeldScript(tmp_path, "eval")).path)
     for harm in ("process", "disk", ""):
-        cut.wait(lambda: any(tmp_path.glob("evaluates-*")), launcher)
-        (waiting,) = tmp_path.glob("evaluates-*")
+        cut.wait_until_held(held, launcher)
         if harm == "process":
             os.kill(cut.trainer, signal.SIGKILL)
         elif harm == "disk":
             resource.prlimit(cut.trainer, resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))
-        waiting.unlink()
+        held.let_go(of_all=False)
     cut.finish(launcher)
     assert cut.output.count("resuming after step ") == 2, (
         "the first time maybe after an older one: step 3's was being written"
@@ -295,11 +264,11 @@ def test_a_killed_rank_and_then_a_full_disk_in_the_last_evaluation(
 def test_a_full_disk_while_it_saves(make_run: Callable[[str, str], Run], whole: Run, tmp_path: Path) -> None:
     """A limit on the size of a file stands in for it."""
     cut = make_run("cut", "lite.d1p1t1+d1p1t1")
-    launcher = cut.start(entry=(held := HeldScript(tmp_path, step=3)).path)
-    cut.wait_in_step(held, launcher)
+    launcher = cut.start(entry=(held := HeldScript(tmp_path, "update", when="step == 3")).path)
+    cut.wait_until_held(held, launcher)
     resource.prlimit(cut.trainer, resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
     held.let_go()
-    if launcher.wait(DEADLINE_S) != 0:  # else the launcher started it again
+    if launcher.process.wait(DEADLINE_S) != 0:  # else the launcher started it again
         cut.finish(cut.start())
     assert "must be writable: got " in cut.output and "resuming after step 1 from " in cut.output
     assert_same_run(cut, whole)
@@ -308,27 +277,14 @@ def test_a_full_disk_while_it_saves(make_run: Callable[[str, str], Run], whole: 
 def test_the_end_of_memory_while_it_trains(make_run: Callable[[str, str], Run], whole: Run, tmp_path: Path) -> None:
     """A limit on the trainer's memory that is too low for a tensor of the script: the launcher starts the run again."""
     cut = make_run("cut", "lite.d1p1t1+d1p1t1")
-    before, update = (EXAMPLES / "gsm8k_grpo.py").read_text().split('        with stats.timer("update"):')
-    wait = f"""
-        import os, pathlib, time, torch
-        trains = pathlib.Path({str(tmp_path)!r}) / f"trains-{{os.getpid()}}"
-        if step == 2:
-            trains.touch()
-            while trains.exists():
-                time.sleep(0.01)
-            if (trains.parent / "tensor").exists():
-                torch.empty(1 << 28)
-        with stats.timer("update"):"""
-    entry = tmp_path / "entry.py"
-    entry.write_text(before + wait + update)
-    launcher = cut.start(entry=entry)
-    screens, processes, published = [], [], cut.folder / "recover" / "step_1"
+    allocate = 'if held.with_name("tensor").exists(): import torch; torch.empty(1 << 28)'
+    launcher = cut.start(entry=(held := HeldScript(tmp_path, "update", when="step == 2", then=allocate)).path)
+    screens, processes = [], []
     for is_limited in (True, False):
-        cut.wait(lambda: published.exists() and any(tmp_path.glob("trains-*")), launcher)
-        (waiting,) = tmp_path.glob("trains-*")
+        cut.wait_until_held(held, launcher)
         screens.append(cut.output)
         assert not any(map(is_alive, processes)), "the attempt before left nothing"
-        processes = descendants(launcher.pid)
+        processes = descendants(launcher.process.pid)
         assert cut.trainer in processes
         if is_limited:
             pages = int(Path(f"/proc/{cut.trainer}/statm").read_text().split()[0])
@@ -337,7 +293,7 @@ def test_the_end_of_memory_while_it_trains(make_run: Callable[[str, str], Run], 
             (tmp_path / "tensor").touch()
         else:
             (tmp_path / "tensor").unlink()
-        waiting.unlink()
+        held.let_go(of_all=False)
     cut.finish(launcher)
     assert not any(map(is_alive, processes))
     text = screens[1].removeprefix(screens[0])

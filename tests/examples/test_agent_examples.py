@@ -1,62 +1,33 @@
 """The examples of agents, on a tiny model, as their command says, with less of everything."""
 
-import json
-import os
 import socket
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from testing_metrics import undocumented
+from programs.processes import REPOSITORY, environment, guarded, wait_until
 from testing_ports import held_port
-from testing_quickstart import WORD_PROBLEMS, write_tiny_model
+from testing_quickstart import WORD_PROBLEMS
 from testing_rollouts import stored_rows
+from testing_runs import launch, metrics
 
 from arealite.rollout.account.audit import audit
 
-REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples" / "agents"
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(out=tmp_path_factory.mktemp("model"), corpus=None, seed=1)
-
-
-def environment() -> dict[str, str]:
-    env = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "PYTHONPATH")}
-    return env | {"PYTHONPATH": str(REPOSITORY)}
-
-
 def run(name: str, data: str, model: Path, fileroot: Path) -> list[dict[str, Any]]:
     """Run a step of an example and return its metrics."""
-    words = [
-        *(
-            "-m",
-            "arealite.launcher.local",
-            str(EXAMPLES / f"{name}.py"),
-            "--config",
-            str(EXAMPLES / "configs/cpu.yaml"),
-        ),
-        *(f"actor.path={model}", f"cluster.fileroot={fileroot}", f"experiment_name={name}", "total_train_steps=1"),
-        *(
-            f"train_dataset.path={data}",
-            "train_dataset.batch_size=2",
-            "gconfig.n_samples=2",
-            "gconfig.max_new_tokens=12",
-        ),
-        *("valid_dataset.max_rows=2", "launcher.preflight=false", "recover.mode=disabled"),
-    ]
-    done = subprocess.run(
-        [sys.executable, *words], env=environment(), cwd="/", capture_output=True, text=True, check=False
+    launch(
+        *(EXAMPLES / f"{name}.py", EXAMPLES / "configs/cpu.yaml"),
+        *(f"actor.path={model}", f"cluster.fileroot={fileroot}"),
+        *(f"experiment_name={name}", "total_train_steps=1", f"train_dataset.path={data}", "train_dataset.batch_size=2"),
+        *("gconfig.n_samples=2", "gconfig.max_new_tokens=12", "valid_dataset.max_rows=2"),
+        *("launcher.preflight=false", "recover.mode=disabled"),
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = [json.loads(line) for line in (fileroot / name / "trial0/metrics.jsonl").read_text().splitlines()]
-    assert not undocumented({key for row in rows for key in row})
+    rows = metrics(fileroot / name / "trial0")
     lines = stored_rows(fileroot / name / "trial0/rollouts/step_0")
     assert [line["sample"] for line in lines] == [0, 1, 0, 1]
     assert not [key for key in rows[0] if key.startswith("rollout/failed_")]
@@ -97,25 +68,15 @@ def test_players_open_sessions_until_the_trainer_has_gone(model: Path, tmp_path:
     smaller = ["train_dataset.batch_size=2", "gconfig.max_new_tokens=12", "total_train_steps=2"]
     others = [f"agent.online.port={port}", "launcher.preflight=false", "recover.mode=disabled"]
     words = [sys.executable, "-m", "arealite.launcher.local", script, *config, *smaller, *others]
-    env = environment() | {"AREALITE_SECRET": "a secret of the test"}
-    with (tmp_path / "log").open("w") as log:
-        trainer = subprocess.Popen(words, env=env, cwd="/", stdout=log, stderr=log)
-        started = [trainer]
-        try:
-            deadline = time.monotonic() + 300
-            while not is_listening(port):
-                assert trainer.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
-                time.sleep(0.1)
-            play = [sys.executable, script, "play", f"http://127.0.0.1:{port}"]
-            started.append(subprocess.Popen(play, env=env, cwd="/", stdout=subprocess.PIPE, text=True))
-            assert trainer.wait(300) == 0, (tmp_path / "log").read_text()
-            assert started[1].communicate(timeout=60)[0] == "the trainer has gone\n"
-        finally:
-            for process in started:
-                process.terminate()
-                process.wait(60)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert not undocumented({key for row in rows for key in row})
+    env, log = environment() | {"AREALITE_SECRET": "a secret of the test"}, tmp_path / "log"
+    play = [sys.executable, script, "play", f"http://127.0.0.1:{port}"]
+    with guarded(words, log, env=env) as trainer:
+        wait_until("a trainer that listens", lambda: is_listening(port), 300, trainer)
+        with guarded(play, tmp_path / "player", env=env) as player:
+            trainer.expect_done(300)
+            player.expect_done(60)
+    assert player.text() == "the trainer has gone\n"
+    rows = metrics(folder)
     assert rows[-1]["agent/sessions_ended"] >= 8 and rows[-1]["staleness/max"] <= 2
     assert audit(folder).is_clean and audit(folder).trained == 4
 

@@ -1,14 +1,13 @@
 """Programming tasks and the runs that train on them: solutions earn their reward in the real sandbox."""
 
 import json
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs.processes import REPOSITORY
 from testing_quickstart import write_tiny_model
+from testing_runs import launch, metrics
 
 from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.dataset import get_custom_dataset
@@ -16,7 +15,6 @@ from arealite.reward import load_rewards
 from arealite.reward.code import code_reward, judge
 from arealite.reward.sandbox import Sandbox
 
-REPOSITORY = Path(__file__).parents[2]
 CONFIGS = REPOSITORY / "examples" / "arealite" / "configs"
 PROGRAMS = REPOSITORY / "examples" / "quickstart" / "programs.py"
 MBPP = {
@@ -55,14 +53,10 @@ def test_the_configs_name_the_reward_and_its_tests(tmp_path: Path) -> None:
 def test_a_run_rewards_programs_by_their_tests(tmp_path: Path) -> None:
     """A model of random weights writes none, which is a reward of 0 and no failure."""
     write_tiny_model(out=tmp_path / "model", corpus=None, seed=1)
-    script, file = CONFIGS.parent / "gsm8k_grpo.py", CONFIGS / "code_grpo_cpu.yaml"
     keys = f"actor.path={tmp_path}/model cluster.fileroot={tmp_path} trial_name=t total_train_steps=1"
     keys += " valid_dataset=null evaluator.freq_steps=null"
     keys += " train_dataset.batch_size=4 gconfig.n_samples=2 gconfig.max_new_tokens=8 lite.slots=8"
-    command = [sys.executable, "-m", "arealite.launcher.local", str(script), "--config", str(file), *keys.split()]
-    env = os.environ | {"PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
-    row = json.loads((tmp_path / "code-grpo-cpu" / "t" / "metrics.jsonl").read_text().splitlines()[0])
+    launch(CONFIGS.parent / "gsm8k_grpo.py", CONFIGS / "code_grpo_cpu.yaml", *keys.split(), cwd=REPOSITORY)
+    row = metrics(tmp_path / "code-grpo-cpu" / "t")[0]
     assert row["reward/mean"] == 0 and row["rollout/accepted"] >= 4
     assert not any(value for key, value in row.items() if key.startswith("rollout/failed")), row

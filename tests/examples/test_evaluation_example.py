@@ -12,13 +12,13 @@ import pytest
 from testing_lite import LiteServer
 from testing_quickstart import WORD_PROBLEMS, write_tiny_model
 from testing_rollouts import stored_rows
+from testing_runs import arealite, metrics
 from testing_server import serve
 from transformers import AutoModelForCausalLM
 
 from arealite.rollout.account.rollout_file import batch_files
 
 pytestmark = pytest.mark.slow
-CLI = [sys.executable, "-m", "arealite.cli.main"]
 DEADLINE_S = 600.0
 
 
@@ -31,7 +31,8 @@ def test_an_evaluation_that_is_stopped_continues(tmp_path: Path) -> None:
         *("lite.slots=4", "launcher.preflight=false"),
     ]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    command = subprocess.Popen([*CLI, *words], env=env, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    start = [sys.executable, "-m", "arealite.cli.main", *words]
+    command = subprocess.Popen(start, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert command.stdout is not None
     for line in command.stdout:
         if "greedy: " in line:
@@ -46,12 +47,10 @@ def test_an_evaluation_that_is_stopped_continues(tmp_path: Path) -> None:
     kept = stored_rows(sampled)
     assert 0 < len(kept) < 12 * 8
 
-    done = subprocess.run([*CLI, *words], env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"greedy: 12 of 12 prompts have kept samples in {tmp_path}" in done.stdout
+    assert f"greedy: 12 of 12 prompts have kept samples in {tmp_path}" in arealite(*words)
     lines = stored_rows(sampled)
     assert lines[: len(kept)] == kept and len({line["prompt_id"] for line in lines}) == 12
-    (row,) = map(json.loads, (tmp_path / "e" / "t" / "metrics.jsonl").read_text().splitlines())
+    (row,) = metrics(tmp_path / "e" / "t")
     assert row["sampled/num_samples"] == len(lines) == 12 * 8 and row["sampled/num_failed"] == 0
     assert json.loads((tmp_path / "e" / "t" / "summary.json").read_text())["is_finished"] is True
 
@@ -64,12 +63,8 @@ def test_servers_that_run_already_are_asked(tmp_path: Path) -> None:
         *("valid_dataset.max_rows=4", "gconfig.max_new_tokens=8", "gconfig.n_samples=3", "rollout.reward_workers=1"),
     ]
     with serve(server):
-        command = [*CLI, "eval", "--server", server.address, *words]
-        refused = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-        assert refused.returncode != 0 and "must be a server of SGLang" in refused.stderr, refused.stderr
-        done = subprocess.run(
-            [*command, "rollout.backend=lite"], capture_output=True, text=True, timeout=DEADLINE_S, check=False
-        )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (row,) = map(json.loads, (tmp_path / "evaluate" / "trial0" / "metrics.jsonl").read_text().splitlines())
+        words = ["eval", "--server", server.address, *words]
+        assert "must be a server of SGLang" in arealite(*words, status=2)
+        arealite(*words, "rollout.backend=lite")
+    (row,) = metrics(tmp_path / "evaluate" / "trial0")
     assert row["sampled/num_samples"] == 12 and {f"sampled/pass@{k}" for k in (1, 2, 3)} <= row.keys()

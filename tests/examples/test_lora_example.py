@@ -1,6 +1,5 @@
 """The example of GRPO with LoRA: servers get merged weights, checkpoints the adapter."""
 
-import json
 from pathlib import Path
 
 import example_program
@@ -11,6 +10,7 @@ import torch
 from peft import PeftModel
 from testing_lite import LiteServer, weights_of
 from testing_quickstart import WORD_PROBLEMS
+from testing_runs import metrics
 from testing_server import serve
 from transformers import AutoModelForCausalLM
 
@@ -37,7 +37,7 @@ def test_grpo_with_lora(tmp_path: Path) -> None:
             assert fork.end() == 0
         served = weights_of(server.model)
     folder = tmp_path / "gsm8k-grpo-cpu" / "t"
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics(folder)
     assert rows[5]["reward/mean"] > rows[0]["reward/mean"] + 0.05
     assert rows[0]["policy/ref_kl"] < 1e-8 < 1e-3 < rows[5]["policy/ref_kl"], "the reference is the model at the start"
     assert all(row["policy/mismatch_kl"] < 1e-6 for row in rows[:6]), "servers sample from what is trained"

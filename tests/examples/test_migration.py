@@ -1,19 +1,16 @@
 """The script, the config and the workflow of v0.3 that docs/migration-script.md rewrites train here."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from programs.processes import REPOSITORY
 from testing_quickstart import write_tiny_model
+from testing_runs import launch, metrics
 
 from arealite.cli.main import main
 
-REPOSITORY = Path(__file__).parents[2]
 PAGE = (REPOSITORY / "docs" / "migration-script.md").read_text()
 DIFFS = dict(re.findall(r"```diff\n # (\S+)\n(.*?)```", PAGE, re.DOTALL))
 
@@ -74,21 +71,8 @@ def test_they_train(tmp_path: Path) -> None:
     for line in ("        enable_thinking=False,\n", "    workflow.close()\n"):
         own = own.replace(line, "")
     (tmp_path / "own.py").write_text(own)
-    for entry, trial, kl in (
-        ("gsm8k_grpo.py", "script", 0.1),
-        ("own.py", "workflow", 0.0),
-    ):  # with a reference, without
-        command = [sys.executable, "-m", "arealite.launcher.local", entry, "--config", "gsm8k_grpo.yaml"]
-        env = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{tmp_path}", "CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run(
-            [*command, f"trial_name={trial}", f"actor.kl_ctl={kl}"],
-            cwd=tmp_path,
-            env=env,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
-        assert "after close()" not in done.stdout + done.stderr, "workflows are closed when their episodes have ended"
-        lines = (tmp_path / "runs/gsm8k" / trial / "metrics.jsonl").read_text().splitlines()
-        assert [json.loads(line)["step"] for line in lines] == [0, 1]
+    for entry, trial, kl in (("gsm8k_grpo.py", "script", 0.1), ("own.py", "workflow", 0.0)):  # with a reference or not
+        words = (entry, "gsm8k_grpo.yaml", f"trial_name={trial}", f"actor.kl_ctl={kl}")
+        output = launch(*words, cwd=tmp_path, PYTHONPATH=f"{REPOSITORY}:{tmp_path}")
+        assert "after close()" not in output, "workflows are closed when their episodes have ended"
+        assert [row["step"] for row in metrics(tmp_path / "runs/gsm8k" / trial)] == [0, 1]

@@ -1,6 +1,5 @@
 """The examples that learn from pairs, from a teacher and from a reward model, run on tiny models."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,9 @@ import testing_forks
 import tiny_models
 import yaml
 from testing_lite import LiteServer
-from testing_metrics import undocumented
-from testing_quickstart import WORD_PROBLEMS, write_tiny_model
+from testing_quickstart import WORD_PROBLEMS
 from testing_rollouts import stored_rows
+from testing_runs import metrics
 from testing_server import serve
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -27,11 +26,6 @@ POSTS = EXAMPLES.parent / "quickstart" / "posts.py"
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(out=tmp_path_factory.mktemp("model"), corpus=None, seed=1)
-
-
 def run(name: str, fileroot: Path, *overrides: str) -> list[dict[str, Any]]:
     """Run an example with its CPU config and return the metrics of its steps."""
     file = EXAMPLES / "configs" / f"{name}_cpu.yaml"
@@ -39,10 +33,7 @@ def run(name: str, fileroot: Path, *overrides: str) -> list[dict[str, Any]]:
     argv = ["--config", str(file), *names, *overrides]
     with testing_forks.connected(example_program.main, EXAMPLES / f"{name}.py", argv) as fork:
         assert fork.end() == 0
-    folder = fileroot / yaml.safe_load(file.read_text())["experiment_name"] / "t"
-    rows: list[dict[str, Any]] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert undocumented(set().union(*rows)) == set()
-    return rows
+    return metrics(fileroot / yaml.safe_load(file.read_text())["experiment_name"] / "t")
 
 
 @pytest.mark.parametrize("lora", ["model.lora=null", "model.lora={rank: 8, alpha: 64}"])

@@ -1,14 +1,12 @@
 """Pictures to count, the configs that name them, and runs that learn from them."""
 
-import json
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs.processes import REPOSITORY
 from testing_images import write_model
+from testing_runs import launch, metrics
 
 from arealite.api.cli_args import GRPOConfig, SFTConfig, load_expr_config
 from arealite.dataset import load_datasets
@@ -16,7 +14,6 @@ from arealite.reward import load_rewards
 from arealite.utils.hf import load_hf_tokenizer, load_image_processor
 from arealite.utils.images import decode_image
 
-REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples" / "arealite"
 SHAPES = REPOSITORY / "examples" / "quickstart" / "shapes.py"
 
@@ -62,13 +59,8 @@ def test_pictures_are_learned_from_then_rewarded(tmp_path: Path) -> None:
     run = {"sft": f"model.path={tmp_path}/model"}
     run["grpo"] = f"actor.path={tmp_path}/clevr-count-70k-sft-cpu/t/checkpoints/step_0 gconfig.n_samples=2 lite.slots=8"
     for name, more in run.items():
-        script, file = EXAMPLES / f"clevr_count_70k_{name}.py", f"{EXAMPLES}/configs/clevr_count_70k_{name}_cpu.yaml"
-        words = [str(script), "--config", file, *keys.split(), *more.split()]
-        env = os.environ | {"PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, "-m", "arealite.launcher.local", *words]
-        done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
-    metrics = tmp_path / "clevr-count-70k-grpo-cpu" / "t" / "metrics.jsonl"
-    row = json.loads(metrics.read_text().splitlines()[0])
+        script, config = EXAMPLES / f"clevr_count_70k_{name}.py", EXAMPLES / f"configs/clevr_count_70k_{name}_cpu.yaml"
+        launch(script, config, *keys.split(), *more.split(), cwd=REPOSITORY)
+    row = metrics(tmp_path / "clevr-count-70k-grpo-cpu" / "t")[0]
     assert row["rollout/accepted"] >= 4 and row["policy/canary_gap"] < 1e-4
     assert not any(value for key, value in row.items() if key.startswith("rollout/failed")), row

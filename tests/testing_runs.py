@@ -1,0 +1,38 @@
+"""Whole runs as users start them, on a node without GPUs, from a folder that is no checkout."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from programs.processes import environment
+from testing_metrics import undocumented
+
+from arealite.utils.files import read_jsonl
+
+
+def run(*words: object, cwd: str | Path = "/", status: int = 0, **env: str) -> str:
+    """Run Python with these arguments until it ends with `status`, and return what it printed."""
+    command, env = [sys.executable, *map(str, words)], environment() | {"CUDA_VISIBLE_DEVICES": ""} | env
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stdout[-5000:] + done.stderr[-5000:]
+    return done.stdout + done.stderr
+
+
+def arealite(*words: object, **options: Any) -> str:
+    """Run a command of the package."""
+    return run("-m", "arealite.cli.main", *words, **options)
+
+
+def launch(script: str | Path, config: str | Path, *words: object, **options: Any) -> str:
+    """Run a script with its config by the launcher."""
+    return run("-m", "arealite.launcher.local", script, "--config", config, *words, **options)
+
+
+def metrics(run_folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of a run, whose keys docs/metrics.md must have."""
+    rows = read_jsonl(run_folder / "metrics.jsonl")
+    assert undocumented({key for row in rows for key in row}) == set()
+    return rows
