@@ -52,7 +52,7 @@ ROOM_CEILINGS = {
     "__init__.py": 93,
     "agent": 1813,
     "algorithms": 915,
-    "api": 2898,
+    "api": 2804,
     "chat": 483,
     "cli": 2209,
     "core": 2162,
