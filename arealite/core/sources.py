@@ -18,7 +18,7 @@ from arealite.core.batch import RemoteBatch
 from arealite.core.workers import Workers
 from arealite.dataset import load_datasets
 from arealite.dataset.loader import PromptLoader, sft_batches
-from arealite.engine.ppo.metrics import MaskedMetrics, of_workflow
+from arealite.engine.metrics import MaskedMetrics, of_workflow
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.rollout.trajectory import has_spread
 from arealite.trainer.evaluator import Evaluator

@@ -29,12 +29,11 @@ from arealite.api.engine_api import TrainEngine
 from arealite.api.errors import CheckpointError, ConfigError
 from arealite.api.io_struct import FinetuneSpec, FrozenWeights, ParamSpec, SaveLoadMeta, WeightSharing, WeightUpdateMeta
 from arealite.api.script import refuse_import
-from arealite.engine import fsdp_weights, hf_model, lora, output_layer, sharding
+from arealite.engine import fsdp_weights, hf_model, lora
 from arealite.engine.checkpointing import CheckpointedEngine
-from arealite.engine.costs import UpdateCosts
+from arealite.engine.metrics import UpdateCosts
 from arealite.engine.optimizer import LRSchedule, adamw_8bit, make_adamw, optimizer_state
-from arealite.engine.packed_attention import pick_attention, sequence_bounds
-from arealite.engine.vision import vision_inputs
+from arealite.engine.packed_attention import pick_attention, sequence_bounds, vision_inputs
 from arealite.utils import distributed, heartbeat, tensors, trace
 from arealite.utils.images import sees_images
 from arealite.utils.seeding import seed_everything
@@ -118,11 +117,11 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         if self.config.lora is not None:
             lora.add_adapters(self.model, self.config)
         if self.config.disable_dropout:
-            sharding.disable_dropout(self.model)
-        outputs_of = output_layer.values_of if has_value_head else output_layer.logits_of
+            hf_model.disable_dropout(self.model)
+        outputs_of = hf_model.values_of if has_value_head else hf_model.logits_of
         self._outputs = outputs_of(self.model)
-        output_layer.return_hidden_states(self.model)
-        sharding.shard(self.model, self.config, self.device)
+        hf_model.return_hidden_states(self.model)
+        hf_model.shard(self.model, self.config, self.device)
         self.model.to_empty(device="cpu" if self.config.fsdp.offload_params else self.device)
         self._copy_whole_model(self.config.path, self.config.init_from_scratch)
         if self.config.optimizer is not None:

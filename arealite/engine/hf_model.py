@@ -1,20 +1,31 @@
-"""Hugging Face models in training: built on the meta device, filled from rank 0, written as checkpoints.
+"""Hugging Face models in training: built on the meta device, sharded, filled from rank 0, written as checkpoints.
 
 Only rank 0 holds a whole model. Invariant: after `copy_from_rank0` all ranks have the parameters and buffers of rank
 0's model, including buffers that checkpoints omit.
+
+Each transformer layer is gathered separately; parameters outside of layers (embeddings, last norm, output layer) are
+gathered together. Loss functions get lazy logits from hidden states and the output layer, or the values of a
+classifier. Logits must be `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)`; other models are refused.
 """
+
+from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
+from torch.autograd.graph import save_on_cpu
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
@@ -25,11 +36,14 @@ from transformers import (
 )
 from transformers.conversion_mapping import PrefixChange, get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging as transformers_logging
 
+from arealite.algorithms.logprobs import LazyLogits
+from arealite.api.cli_args import FSDPEngineConfig, TrainEngineConfig
+from arealite.api.errors import ConfigError
 from arealite.engine.lora import ADAPTER, HEAD, base_parameters, changing_parameters, is_adapter
-from arealite.engine.packed_attention import check_packable
-from arealite.engine.vision import attention_of_parts
+from arealite.engine.packed_attention import attention_of_parts, check_packable, decoder_states
 from arealite.utils.files import writing
 from arealite.utils.hf import as_in_checkpoint, auto_class, load_model, sdpa_required
 from arealite.utils.images import sees_images
@@ -212,3 +226,144 @@ def write_checkpoint(model: PreTrainedModel, state: dict[str, torch.Tensor], pat
     if model.can_generate():
         # save_pretrained would refuse unusual settings
         model.generation_config.to_json_file(os.path.join(path, "generation_config.json"))
+
+
+def shard(model: PreTrainedModel, config: TrainEngineConfig, device: torch.device) -> None:
+    """Prepare the layers of a model on the meta device to run as configured, and shard it over all ranks."""
+    layers = _layers_to_wrap(model, config)
+    compiled = {*(model.get_decoder() if sees_images(model.config) else model).modules()}  # towers loop over images
+    for layer in layers:
+        if config.torch_compile and layer in compiled:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+        if config.gradient_checkpointing:
+            pins = device.type == "cuda" if config.activation_offloading else None
+            layer.forward = functools.partial(_recomputed, layer, layer.forward, pins)
+    offload = OffloadPolicy()
+    if config.fsdp.offload_params:
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    dtype, reduce_dtype = getattr(torch, config.dtype), getattr(torch, config.grad_reduce_dtype)
+    outer_dtype = torch.float32 if config.cast_lm_head_to_fp32 else dtype  # layers cast their inputs
+    mesh = _mesh(config.fsdp, device)
+    for module in (*layers, model):
+        precision = MixedPrecisionPolicy(outer_dtype if module is model else dtype, reduce_dtype)
+        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
+
+
+def _mesh(config: FSDPEngineConfig, device: torch.device) -> DeviceMesh:
+    """Return a mesh of all ranks, or of replicas times the ranks of a replica."""
+    num_ranks, num_copies = dist.get_world_size(), config.dp_replicate
+    if num_ranks % num_copies:
+        raise ConfigError(
+            f"fsdp.dp_replicate must divide the number of trainer ranks: got {num_copies} and {num_ranks}. Set it to "
+            "the number of nodes, or to 1."
+        )
+    if num_copies == 1:
+        return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("dp_shard",))
+    shape = (num_copies, num_ranks // num_copies)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def _layers_to_wrap(model: PreTrainedModel, config: TrainEngineConfig) -> list[torch.nn.Module]:
+    """Return the modules to shard separately: of the configured classes, else of those that the model declares."""
+    policy = config.fsdp.wrap_policy
+    names = set(model._no_split_modules or ())
+    if policy is not None and policy.transformer_layer_cls_to_wrap is not None:
+        names = set(policy.transformer_layer_cls_to_wrap)
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    if not layers:
+        raise ValueError(
+            f"fsdp.wrap_policy must name layer classes of {type(model).__name__}: got {sorted(names)}. "
+            "Set fsdp.wrap_policy.transformer_layer_cls_to_wrap to the class of its transformer layer."
+        )
+    return layers
+
+
+def _recomputed(
+    layer: torch.nn.Module, forward: Callable[..., Any], pins: bool | None, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a layer; in training, keep only its input and recompute activations in the backward pass.
+
+    The input is offloaded to the host, in pinned memory if `pins`; it stays on the device if `pins` is None.
+    """
+    if not (layer.training and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+    if pins is None:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    with save_on_cpu(pin_memory=pins):
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def disable_dropout(model: PreTrainedModel) -> None:
+    """Set every dropout probability to 0, also those that a module passes to a function."""
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and ("drop" in name or isinstance(module, torch.nn.Dropout)):
+                setattr(module, name, 0.0)
+
+
+_SMALL, _LARGE = 2.0**-20, 1e30  # a soft cap keeps the first and maps the second to the cap
+
+
+def return_hidden_states(model: PreTrainedModel) -> None:
+    """Make the model return hidden states `[1, N, H]` instead of logits; call it before sharding.
+
+    Parameters outside of the layers, such as the output layer's weight, stay gathered until the backward pass is over.
+    """
+    if sees_images(model.config):
+        model.forward = functools.partial(decoder_states, model)
+        return
+    is_lm = model.get_output_embeddings() is not None
+    model.forward = functools.partial(_hidden_states, model.get_decoder() if is_lm else model.base_model)
+
+
+def _hidden_states(decoder: torch.nn.Module, **inputs: Any) -> torch.Tensor:
+    return decoder(**inputs).last_hidden_state
+
+
+def logits_of(model: PreTrainedModel) -> Callable[[torch.Tensor], LazyLogits]:
+    """Return the function from hidden states `[N, H]` to logits; call it before `return_hidden_states`."""
+    scale, softcap = _probe(model)
+    layer = model.get_output_embeddings()
+    return lambda hidden_NH: LazyLogits(hidden_NH, layer.weight, layer.bias, scale, softcap)
+
+
+def values_of(model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the function from hidden states `[N, H]` to float32 values `[N]`."""
+    layer = model.get_submodule("score")
+    return lambda hidden_NH: (hidden_NH.float() @ layer.weight.float().T).squeeze(-1)
+
+
+def _probe(model: PreTrainedModel) -> tuple[float, float | None]:
+    """Measure scale and soft cap of the logits; every model has different names for them."""
+    layer, decoder = model.get_output_embeddings(), model.get_decoder()
+    hidden = torch.linspace(-1.0, 1.0, layer.in_features)[None, None]
+    raw = torch.linspace(-100.0, 100.0, layer.out_features)[None, None].clone()
+    raw[..., 0], raw[..., -1] = _SMALL, _LARGE
+    seen: list[torch.Tensor] = []
+
+    def read_probe(inputs: torch.Tensor) -> torch.Tensor:
+        seen.append(inputs)
+        return raw.clone()
+
+    decoder.forward, layer.forward = lambda *_, **__: _Outputs(last_hidden_state=hidden), read_probe
+    try:
+        with torch.no_grad():
+            logits = model(inputs_embeds=hidden, use_cache=False).logits
+    finally:
+        del decoder.forward, layer.forward
+    scale, largest = logits[..., 0].item() / _SMALL, logits[..., -1].item()
+    softcap = largest if largest < scale * _LARGE / 2 else None
+    expected = scale * raw if softcap is None else softcap * torch.tanh(scale * raw / softcap)
+    if not torch.equal(seen[0], hidden) or logits.shape != raw.shape or not torch.allclose(logits, expected, rtol=1e-5):
+        raise ValueError(
+            "logits of a trained model must be those of its output layer, scaled and soft-capped at most: got "
+            f"{type(model).__name__}, which changes them in another way. Use another model."
+        )
+    return scale, softcap
+
+
+class _Outputs(BaseModelOutput):
+    """Outputs of any decoder with only hidden states; some models unpack them as a mapping."""
+
+    def __getattr__(self, name: str) -> None:
+        return None

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from arealite.algorithms.preferences import PairLosses
 from arealite.engine.fsdp_engine import FSDPEngine
-from arealite.engine.ppo.metrics import MaskedMetrics, of_steps
+from arealite.engine.metrics import MaskedMetrics, of_steps
 from arealite.utils.distributed import all_reduce_numbers
 
 PairLossFn = Callable[[Any, TensorDict], PairLosses]

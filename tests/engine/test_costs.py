@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedModel
 
 from arealite.api.cli_args import LoRAConfig, TrainEngineConfig
 from arealite.api.io_struct import FinetuneSpec
-from arealite.engine.costs import UpdateCosts, flops_per_token, peak_flops
 from arealite.engine.lora import add_adapters
+from arealite.engine.metrics import UpdateCosts, flops_per_token, peak_flops
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 
 LENGTHS = [9, 40, 30]

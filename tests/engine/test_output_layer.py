@@ -9,7 +9,7 @@ from test_models import WORKS
 from tiny_models import build, config
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from arealite.engine.output_layer import logits_of, return_hidden_states
+from arealite.engine.hf_model import logits_of, return_hidden_states
 
 AFTER_THE_OUTPUT_LAYER: dict[str, tuple[str, dict[str, object]]] = {
     "Granite, divided": ("GraniteConfig", {"logits_scaling": 8.0}),

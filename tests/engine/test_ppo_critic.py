@@ -14,9 +14,9 @@ from arealite.algorithms.advantages import gae, token_rewards
 from arealite.api.cli_args import MicroBatchSpec, OptimizerConfig
 from arealite.api.io_struct import FinetuneSpec
 from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.engine.metrics import MaskedMetrics
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.ppo.critic import FSDPPPOCritic, PPOCritic
-from arealite.engine.ppo.metrics import MaskedMetrics
 
 LENGTHS = [9, 4, 12, 3, 7, 11, 8, 8]
 SPEC = FinetuneSpec(1, 100, 10)

@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from arealite.algorithms.logprobs import count_loss_tokens
 from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta
 from arealite.engine.fsdp_engine import FSDPEngine
-from arealite.engine.hf_model import build_meta_model, load_whole_model
-from arealite.engine.output_layer import return_hidden_states, values_of
+from arealite.engine.hf_model import build_meta_model, load_whole_model, return_hidden_states, values_of
 from arealite.engine.packed_attention import PACKED_SDPA
 
 Make = Callable[..., FSDPEngine]

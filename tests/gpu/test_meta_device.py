@@ -15,12 +15,11 @@ from training_cases import actor_config, pair_batch, token_batch, trajectory_bat
 from arealite.algorithms.logprobs import count_loss_tokens
 from arealite.api.cli_args import CorrectionConfig, DPOEngineConfig, MicroBatchSpec
 from arealite.api.config.algorithm import PRESETS
-from arealite.engine.costs import UpdateCosts
 from arealite.engine.dpo.dpo_engine import DPOEngine
 from arealite.engine.fsdp_engine import FSDPEngine
-from arealite.engine.hf_model import build_meta_model
+from arealite.engine.hf_model import build_meta_model, logits_of, return_hidden_states
+from arealite.engine.metrics import UpdateCosts
 from arealite.engine.optimizer import make_adamw
-from arealite.engine.output_layer import logits_of, return_hidden_states
 from arealite.engine.packed_attention import PACKED_SDPA
 from arealite.engine.ppo.actor import PPOActor
 from arealite.engine.sft.lm_engine import sft_loss_fn

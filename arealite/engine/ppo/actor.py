@@ -25,8 +25,7 @@ from arealite.api.cli_args import AnyActorConfig, PPOActorConfig, resolve_choice
 from arealite.api.errors import ConfigError
 from arealite.api.workflow_api import runs_of
 from arealite.engine.fsdp_engine import FSDPEngine
-from arealite.engine.ppo.batch import groups_of, require_key, samples_of
-from arealite.engine.ppo.metrics import (
+from arealite.engine.metrics import (
     OF_TOKENS,
     MaskedMetrics,
     add_batch,
@@ -35,7 +34,7 @@ from arealite.engine.ppo.metrics import (
     note_tokens,
     of_steps,
 )
-from arealite.engine.ppo.own_functions import checked_advantages, checked_loss_fn
+from arealite.engine.ppo.batch import checked_advantages, checked_loss_fn, groups_of, require_key, samples_of
 from arealite.utils.distributed import all_reduce, all_reduce_numbers, of_all_ranks
 from arealite.utils.tensors import INPUTS
 

@@ -16,8 +16,8 @@ from arealite.algorithms.logprobs import align_with_tokens, count_loss_tokens
 from arealite.algorithms.objectives import critic_loss
 from arealite.api.cli_args import PPOCriticConfig
 from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.engine.metrics import MaskedMetrics, of_steps
 from arealite.engine.ppo.batch import groups_of, require_key
-from arealite.engine.ppo.metrics import MaskedMetrics, of_steps
 from arealite.utils.distributed import all_reduce
 
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from arealite.engine.hf_model import is_classifier, load_whole_model, model_config
-from arealite.engine.output_layer import values_of
+from arealite.engine.hf_model import is_classifier, load_whole_model, model_config, values_of
 from arealite.utils.background import in_thread
 from arealite.utils.hf import require_same_vocabulary
 

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from arealite.algorithms.logprobs import LazyLogits, count_loss_tokens, packed_logprobs, trained_tokens
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.engine.fsdp_engine import FSDPEngine
-from arealite.engine.ppo.metrics import of_steps
+from arealite.engine.metrics import of_steps
 from arealite.utils.distributed import all_reduce_numbers
 from arealite.utils.tensors import INPUTS
 
