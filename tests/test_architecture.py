@@ -57,7 +57,7 @@ ROOM_CEILINGS = {
     "cli": 2209,
     "core": 2162,
     "dataset": 885,
-    "engine": 2119,
+    "engine": 2090,
     "generation": 960,
     "inference": 2460,
     "launcher": 2734,
@@ -74,9 +74,9 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 28472,
-    "files of a GRPO run": 143,
-    "code of a GRPO run": 17759,
+    "code of the package": 28443,
+    "files of a GRPO run": 138,
+    "code of a GRPO run": 17731,
     "import depth": 18,
     "keys of a GRPO config": 357,
     "lines of pages": 5671,
