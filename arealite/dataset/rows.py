@@ -1,7 +1,7 @@
 """Rows that stay in their source: an Arrow file, a file of JSON lines, or a function's list.
 
-A source has a length, `read(start, stop)`, and `content`, a text that changes when any row does (None if changes would
-not show). `Rows` is a view of a source, which makes rows at access: memory does not depend on the size of a data set.
+A source has a length, `read(start, stop)`, and `content`, a text that changes when any row does (None if changes can't
+be noticed). `Rows` is a view of a source that makes rows at access: memory does not depend on the size of a data set.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ import orjson
 from arealite.utils.files import FileError, reading
 
 Row = dict[str, Any]
-CHUNK = 1000  # rows that are read at a time where many are
+CHUNK = 1000  # rows per read
 _JSON = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
 
@@ -88,7 +88,7 @@ class Rows(Sequence[Row]):
 
     @property
     def content(self) -> str | None:
-        """A text that changes when a row, the choice or the order of rows does; None if changes would not show."""
+        """A text that changes when a row, the choice or the order of rows does; None if changes can't be noticed."""
         if self._source.content is None or self._make is not None:
             return None
         chosen = self._indices if isinstance(self._indices, range) else digest_of(np.asarray(self._indices).tobytes())
@@ -113,7 +113,7 @@ class ListRows:
         try:
             for row in self._rows:
                 digest.update(marshalled(row, 2))
-        except ValueError:  # not all is plain data
+        except ValueError:  # a value is not plain data
             return None
         return digest.hexdigest()
 
@@ -133,7 +133,7 @@ class ArrowRows:
 
 
 class JsonLines:
-    """Rows of a file of JSON lines, parsed at access: Arrow's columns could not hold all that JSON can say.
+    """Rows of a file of JSON lines, parsed at access: Arrow's columns can't hold every JSON value.
 
     The file is read by position, not mapped: a truncated file raises FileError instead of ending the process.
     """
@@ -206,8 +206,8 @@ class Chain:
 def digest_of_row(row: object) -> int:
     """Return 63 bits of a row as it is stored; values that are not plain data count by their type."""
     try:
-        text = orjson.dumps(row, _type_name, _JSON)
-    except TypeError:  # JSON has no such numbers, text or keys
+        text = orjson.dumps(row, lambda value: type(value).__name__, _JSON)
+    except TypeError:  # numbers, text or keys that JSON does not have
         text = re.sub(r" at 0x[0-9a-f]+", "", ascii(row)).encode()  # addresses of objects change
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
 
@@ -223,7 +223,3 @@ def digest_of(*parts: bytes) -> str:
     for part in parts:
         digest.update(len(part).to_bytes(8) + part)
     return digest.hexdigest()
-
-
-def _type_name(value: object) -> str:
-    return type(value).__name__

@@ -7,8 +7,8 @@ from testing_images import picture, write_model
 
 from arealite.api.cli_args import DatasetConfig, SFTConfig, load_expr_config
 from arealite.dataset import get_custom_dataset, load_datasets
-from arealite.dataset.convert import KNOWN, show, with_known_keys
 from arealite.dataset.loader import PromptLoader, sft_batches
+from arealite.dataset.prepare import KNOWN, show, with_known_keys
 from arealite.dataset.rows import ListRows, Rows
 from arealite.utils.hf import load_hf_tokenizer, load_image_processor
 from arealite.utils.images import process_images

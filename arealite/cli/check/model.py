@@ -16,8 +16,8 @@ from arealite.chat.certificate import Certificate, certify
 from arealite.chat.template import prompt_tokens
 from arealite.cli.check.findings import Findings, Level, counted
 from arealite.dataset import load_datasets
-from arealite.dataset.convert import expanded
 from arealite.dataset.loader import PromptLoader
+from arealite.dataset.prepare import expanded
 from arealite.engine.hf_model import build_meta_model, checkpoint_shapes, is_classifier
 from arealite.engine.lora import HEAD, add_adapters
 from arealite.engine.packed_attention import pick_attention
