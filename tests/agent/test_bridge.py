@@ -46,26 +46,6 @@ def test_turns_in_tokens_of_the_models_own_choice_are_kept(tokenizers, family, e
     assert rows["loss_mask"].sum() == sum(turn.response.output_len for turn in talk.run.turns)
 
 
-LONG = [("Qwen2.5", 41), *(pytest.param(family, 201, marks=pytest.mark.slow) for family in FAMILIES)]
-
-
-@pytest.mark.parametrize(("family", "num_turns"), LONG)
-def test_many_turns_keep_their_tokens_where_encoding_the_text_again_keeps_none(tokenizers, family, num_turns) -> None:
-    tokenizer = tokenizers(family)
-    talk = Talk(tokenizer)
-    messages = [user("0?")]
-    kept, same = 0, []
-    for number in range(num_turns):
-        turn = talk.ask(messages, f"The answer is {number}.")
-        messages = [*turn.conversation, user(f"{number}?")]
-        if turn.parent is not None:
-            before = turn.parent.ids
-            kept += turn.response.input_tokens[: len(before)] == before
-        if number and number % 40 == 0:  # the text is the template's: only its tokens are others
-            same.append(tokenizer(turn.prompt_text, add_special_tokens=False)["input_ids"][: len(before)] == before)
-    assert (kept, same) == (num_turns - 1, [False] * (num_turns // 40)) and not talk.run.branches
-
-
 def cycle(talk: Talk, question: str = "Is the cat there?") -> list[dict]:
     """Two calls of a tool and an answer, as the model of this template writes them."""
     messages = [user(question)]
@@ -215,13 +195,6 @@ def test_an_answer_that_was_cut_off_gets_the_templates_end(talk) -> None:
     assert after.ids[: len(turn.ids)] == turn.ids and after.branch is None
     rest = talk.tokenizer.decode(after.ids[len(turn.ids) :])
     assert rest == "<|im_end|>\n<|im_start|>user\nMore!<|im_end|>\n<|im_start|>assistant\n"
-
-
-def test_a_stop_string_stays_in_the_tokens_and_out_of_the_message(talk) -> None:
-    first = talk.ask([user("One?")], "1. STOP it", end=None, reason="stop", matched_stop="STOP")
-    assert first.message["content"] == "1. " and first.raw_text == "1. STOP it"
-    second = talk.ask([*first.conversation, user("Two?")], "2.")
-    assert second.parent is first and "1. STOP it<|im_end|>" in second.prompt_text
 
 
 @pytest.mark.parametrize("special_text", ["keep", "break"])

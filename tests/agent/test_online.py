@@ -289,19 +289,6 @@ async def test_no_session_begins_while_the_run_is_paused(serve) -> None:
     await service.open()
 
 
-async def test_no_session_begins_in_a_run_whose_disk_has_failed(serve) -> None:
-    service = await serve(rollout={"consumer_batch_size": 1, "max_head_offpolicyness": 3})
-    await service.start()
-    (service.folder / "rollouts").write_text("no folder")
-    await service.end(await service.open())
-    await service.batch
-    await until(service.executor.store._last.done)
-    status, body = await service.post("/sessions")
-    assert status == 429 and body["retry_after"]
-    with pytest.raises(OSError, match="rollouts/step_0 must be writable"):
-        await asyncio.to_thread(service.executor.close)
-
-
 async def test_after_a_restart_open_sessions_are_gone(serve) -> None:
     service = await serve(rollout={"consumer_batch_size": 1, "max_head_offpolicyness": 3})
     await service.start()

@@ -41,23 +41,11 @@ def test_a_template_that_only_appends(judge, tokenizer) -> None:
     assert (certificate.after_answer, certificate.end_id) == (END, tokenizer.eos_token_id)
 
 
-def test_a_newline_after_the_end_token_belongs_to_the_next_prompt(judge) -> None:
-    certificate = judge(LOOP.replace("<|end|>", "<|end|>\n") + PROMPT)
-    assert not certificate.breaks and certificate.after_answer == END + "\n"
-
-
 def test_a_newline_before_the_end_token_was_never_sampled(judge) -> None:
     certificate = judge(LOOP.replace("<|end|>", "\n<|end|>") + PROMPT)
     assert certificate.breaks.keys() == ALL_KINDS
     assert certificate.breaks[PLAIN].startswith("turn 1 changes when question 2 follows it: the model saw '<|end|>'...")
     assert "the template writes '\\n<|end|><|user|>" in certificate.breaks[PLAIN]
-
-
-def test_the_marker_and_an_empty_line_of_the_answer_are_encoded_together(judge) -> None:
-    template = LOOP.replace("|>{{ m.content", "|>\n{{ m.content") + PROMPT.replace("<|assistant|>", "<|assistant|>\n")
-    (kind, change), *others = judge(template).breaks.items()
-    assert kind == EMPTY_LINE and not others
-    assert r"saw '\n|\n|\n|The| answer" in change and r"writes '\n\n|\n|The| answer" in change
 
 
 def test_earlier_thoughts_are_stripped_once_another_question_follows(judge) -> None:
@@ -78,13 +66,6 @@ def test_earlier_thoughts_are_stripped_once_another_question_follows(judge) -> N
     assert judge(strips + closed).breaks.keys() == ALL_KINDS, "the prompt's own empty thoughts are stripped as well"
 
 
-def test_only_the_second_turn_changes(judge) -> None:
-    shortened = "{% for m in messages %}{% if loop.index0 != 3 or loop.last %}" + TURN + "{% endif %}{% endfor %}"
-    breaks = judge(shortened + PROMPT).breaks
-    assert breaks.keys() == ALL_KINDS
-    assert breaks[PLAIN].startswith("turn 2 changes when question 3 follows it: the model saw '<|assistant|>The")
-
-
 def test_trimmed_answers(judge) -> None:
     breaks = judge(LOOP.replace("m.content", "m.content | trim") + PROMPT).breaks
     assert breaks.keys() == {EMPTY_LINE, WHITESPACE}
@@ -96,26 +77,10 @@ def test_a_system_prompt_of_the_template_itself(judge) -> None:
     assert not judge(default + LOOP + PROMPT).breaks
 
 
-def test_a_system_prompt_that_moves_to_the_last_question(judge) -> None:
-    moves = (
-        "{% for m in messages if m.role != 'system' %}"
-        "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}\n{% endif %}"
-        + TURN
-        + "{% endfor %}"
-    )
-    assert judge(moves + PROMPT).breaks.keys() == {"a system message"}
-
-
 def test_a_role_that_is_refused(judge) -> None:
     refuses = "{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     certificate = judge("{% for m in messages %}" + refuses + TURN + "{% endfor %}" + PROMPT)
     assert not certificate.breaks and certificate.refused == {"a system message": "System role not supported"}
-
-
-def test_a_template_for_one_question_only(judge) -> None:
-    refuses = "{% if messages | length > 2 %}{{ raise_exception('one turn') }}{% endif %}"
-    with pytest.raises(jinja2.TemplateError, match="one turn"):
-        judge(refuses + LOOP + PROMPT)
 
 
 def test_an_end_that_the_model_does_not_know(judge, tokenizer) -> None:

@@ -1,7 +1,6 @@
 """Rows are prepared once by one process, whole or not at all, and again when anything that makes them changes."""
 
 import json
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -103,15 +102,6 @@ def test_one_of_those_that_share_the_cache_makes_what_the_others_wait_for(
         tokenizers = [load_hf_tokenizer(model) for _ in range(3)]
         loaded = [*threads.map(lambda one: get_custom_dataset(path, type="sft", tokenizer=one), tokenizers)]
     assert len(calls) == 1 and {rows.checksum for rows in loaded} == {loaded[0].checksum}
-
-
-def test_what_a_killed_process_left_is_not_used(tmp_path: Path, folder: Path, model: Path) -> None:
-    path, tokenizer = write(tmp_path / "rows.jsonl"), load_hf_tokenizer(model)
-    rows = [*get_custom_dataset(path, type="sft", tokenizer=tokenizer)]
-    (finished,) = (path.parent for path in folder.glob("generator/*/*/dataset_info.json"))
-    unfinished = finished.rename(f"{finished}.incomplete")
-    os.truncate(next(unfinished.glob("*.arrow")), 100)
-    assert [*get_custom_dataset(path, type="sft", tokenizer=tokenizer)] == rows
 
 
 def test_a_failure_is_not_remembered(tmp_path: Path, folder: Path, model: Path) -> None:

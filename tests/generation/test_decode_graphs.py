@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import build, config
 
-from arealite.generation.model_runner import LENGTH_STEP, MAX_SHAPES, FixedShapes, ModelRunner, rounded
+from arealite.generation.model_runner import FixedShapes, ModelRunner, rounded
 
 CONTEXT = 300
 PROMPTS = [[5, 9, 7, 3, 11], [8], list(range(2, 40)) * 7, [5, 9, 7, 3, 12]]
@@ -55,22 +55,3 @@ def test_few_shapes_serve_all_steps() -> None:
             assert len(fixed.decode(torch.zeros(3, n, dtype=torch.int64), length)) == n
     assert len(shapes) <= 8 * 16
     assert (64, 2048) in shapes and (1, 1) in shapes
-
-
-def test_as_many_shapes_are_prepared_as_were_used_last() -> None:
-    fixed = FixedShapes(lambda inputs_3n, _: inputs_3n[0], slots=64, context=32_768, device=torch.device("cpu"))
-    first = (64, 32_768)
-    shapes = {first}
-    for n in (1, 2, 4, 8, 16, 32, 48, 64):
-        for length in range(256, 32_769, 256):
-            fixed.decode(torch.zeros(3, n, dtype=torch.int64), length)
-            fixed.decode(torch.zeros(3, first[0], dtype=torch.int64), first[1])
-            shapes.add((rounded(n, step=16, limit=64), rounded(length, step=LENGTH_STEP, limit=32_768)))
-    prepared = fixed._replay_of.cache_info()
-    assert len(shapes) > MAX_SHAPES == prepared.currsize
-    assert prepared.misses == len(shapes), "the shape that is used all the time is prepared once"
-    fixed.decode(torch.zeros(3, 8, dtype=torch.int64), 32_768)
-    assert fixed._replay_of.cache_info().misses == len(shapes) + 1, "those of fewer than 16 rows are gone"
-    fixed.forget()
-    assert fixed._replay_of.cache_info().currsize == 0
-    assert len({rounded(length, step=LENGTH_STEP, limit=32_768) for length in range(1, 32_769)}) < 50

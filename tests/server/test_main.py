@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import socket
@@ -29,9 +28,7 @@ from testing_quickstart import make_tiny_model
 
 from arealite.server import __main__ as server
 from arealite.server.__main__ import main
-from arealite.utils import http_server
 from arealite.utils.network import hold_port, port_of
-from arealite.utils.processes import raise_file_limit
 
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -46,14 +43,6 @@ def main_that_fails_later(argv: list[str]) -> int:
 
     torch.nn.modules.module.register_module_forward_pre_hook(fail_later)
     server.FAILURE_NOTICE_S = 10.0
-    return main(argv)
-
-
-def main_with_few_files(argv: list[str]) -> int:
-    """Serve with the usual limit of files, while strangers may take all the time they want."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
-    http_server.HEADER_S = 3600.0
-    os.dup2(os.open("stderr", os.O_CREAT | os.O_WRONLY), 2)
     return main(argv)
 
 
@@ -193,25 +182,6 @@ def test_only_the_thread_that_samples_has_threads_of_torch(tmp_path: Path) -> No
         while count(with_two_helpers) - count(alone) != 2:
             assert time.monotonic() < deadline, (count(alone), count(with_two_helpers))
             time.sleep(0.1)
-
-
-def test_half_sent_requests_of_strangers_cost_nobody_an_answer(
-    model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    raise_file_limit()
-    with contextlib.ExitStack() as stack:
-        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limit)
-        _, url = stack.enter_context(forked(main_with_few_files, model_path))
-        host, _, port = url.removeprefix("http://").partition(":")
-        for _ in range(1100):
-            stranger = stack.enter_context(socket.create_connection((host, int(port)), timeout=120))
-            stranger.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-")
-        for _ in range(3):
-            body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
-            assert post(f"{url}/generate", body)[0] == 200
-    assert len((tmp_path / "stderr").read_bytes()) < 10_000
 
 
 def test_a_failed_engine_ends_the_process_with_an_error(model_path: str) -> None:
