@@ -54,7 +54,6 @@ class Proxy:
                 app.router.add_post(f"{prefix}/{path}", self._endpoint(wire, self._serve))
             app.router.add_post(f"{prefix}/messages/count_tokens", self._endpoint(_MESSAGES, self._count_tokens))
             app.router.add_get(f"{prefix}/models", self._endpoint(_CHAT, self._models))
-            app.router.add_get(f"{prefix}/models/{{model:.+}}", self._endpoint(_CHAT, self._model))
         for path, handle in {"/s/{key}/reward": self._reward, **(more or {})}.items():
             app.router.add_post(path, self._endpoint(_CHAT, handle))
         self._server = HttpServer(app, None)  # each run has a key
@@ -176,18 +175,10 @@ class Proxy:
 
     async def _models(self, request: web.Request, _: Wire) -> web.StreamResponse:
         self._session_of(request)
-        page = {"object": "list", "data": [_described("policy")], "has_more": False}
+        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "arealite"}
+        model |= {"type": "model", "display_name": "policy", "created_at": "1970-01-01T00:00:00Z"}  # Anthropic's fields
+        page = {"object": "list", "data": [model], "has_more": False}
         return web.json_response(page | {"first_id": "policy", "last_id": "policy"})
-
-    async def _model(self, request: web.Request, _: Wire) -> web.StreamResponse:
-        self._session_of(request)
-        return web.json_response(_described(request.match_info["model"]))
-
-
-def _described(model: str) -> dict[str, Any]:
-    """Describe a model of any name to both kinds of clients."""
-    ours = {"id": model, "object": "model", "created": 0, "owned_by": "arealite"}
-    return ours | {"type": "model", "display_name": model, "created_at": "1970-01-01T00:00:00Z"}
 
 
 def parsed(raw: bytes, loads: Callable[[bytes], Any] = orjson.loads) -> dict[str, Any]:

@@ -38,6 +38,8 @@ from arealite.utils.processes import exit_status, kill_group, wait_gone
 logger = logging.getLogger("arealite.sandbox")
 
 Reason = Literal["time", "cpu", "output"]
+Program = str | Sequence[str]
+Files = Mapping[str, str | bytes]
 
 _UNCONFINED = 'or write Sandbox(isolation="process"), which limits programs and isolates them from nothing'
 _ADVICE = (
@@ -131,12 +133,7 @@ class Sandbox:
             raise ConfigError(f"max_concurrent of a sandbox must be positive: got {self.max_concurrent}. Use None.")
 
     async def run(
-        self,
-        program: str | Sequence[str],
-        *,
-        files: Mapping[str, str | bytes] | None = None,
-        stdin: str | bytes = "",
-        limits: Limits | None = None,
+        self, program: Program, *, files: Files | None = None, stdin: str | bytes = "", limits: Limits | None = None
     ) -> SandboxResult:
         """Run Python source or a command among `files`, whose names are relative, as soon as a slot is free.
 
@@ -151,9 +148,9 @@ class Sandbox:
 
     def run_here(
         self,
-        program: str | Sequence[str],
+        program: Program,
         *,
-        files: Mapping[str, str | bytes] | None = None,
+        files: Files | None = None,
         stdin: str | bytes = "",
         limits: Limits | None = None,
         is_given_up: threading.Event | None = None,
@@ -257,7 +254,7 @@ def _check_that_it_ran(status: int, returncode: int, stderr: str) -> None:
     raise EnvError(f"a sandbox must start: got {stderr.strip()[-500:]!r}. {_ADVICE}.")
 
 
-def _isolated(program: Sequence[str], files: Mapping[str, str | bytes], limits: Limits, cleanup: ExitStack) -> _Command:
+def _isolated(program: Sequence[str], files: Files, limits: Limits, cleanup: ExitStack) -> _Command:
     """Return a command that runs a program in namespaces of its own, with `files` in its folder."""
     if (bubblewrap := shutil.which("bwrap")) is None:
         raise EnvError(f"bubblewrap must be installed for a sandbox: got no bwrap on the PATH. {_ADVICE}.")
@@ -299,7 +296,7 @@ def _as_nobody(words: Sequence[str], pythons: Sequence[str]) -> list[str]:
     return [*opened, "setpriv", f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups", "--", *words]
 
 
-def _limited(program: Sequence[str], files: Mapping[str, str | bytes], limits: Limits, cleanup: ExitStack) -> _Command:
+def _limited(program: Sequence[str], files: Files, limits: Limits, cleanup: ExitStack) -> _Command:
     """Return a command that limits a program, in a temporary folder with `files`, and isolates it from nothing."""
     _warn_that_nothing_is_isolated()
     folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="arealite-sandbox-", ignore_cleanup_errors=True))
