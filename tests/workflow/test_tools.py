@@ -170,17 +170,6 @@ def lie(a: int) -> int:
     return object()  # type: ignore[return-value]
 
 
-def go_round(a: int) -> list[Any]:
-    """Return a list that holds itself.
-
-    Args:
-        a: A number.
-    """
-    result: list[Any] = [a]
-    result.append(result)
-    return result
-
-
 @pytest.mark.parametrize(
     ("tool", "told"),
     [
@@ -188,7 +177,6 @@ def go_round(a: int) -> list[Any]:
         (hang, "tool hang must return within tool_timeout = 0.1 s: it did not"),
         (hang_in_thread, "tool hang_in_thread must return within tool_timeout"),
         (lie, "tool lie must return what JSON can hold: got Object of type object"),
-        (go_round, "tool go_round must return what JSON can hold: got Circular reference detected"),
     ],
 )
 async def test_a_tool_that_fails_fails_the_episode_as_environment(tokenizer, tool: Any, told: str) -> None:
