@@ -50,21 +50,21 @@ MAY_IMPORT = {
 
 ROOM_CEILINGS = {
     "__init__.py": 93,
-    "agent": 1813,
+    "agent": 1808,
     "algorithms": 915,
     "api": 2804,
     "chat": 483,
     "cli": 2209,
     "core": 2162,
-    "dataset": 885,
+    "dataset": 877,
     "engine": 2090,
     "generation": 960,
     "inference": 2460,
     "launcher": 2734,
     "planner": 101,
-    "reward": 621,
+    "reward": 618,
     "rollout": 2320,
-    "server": 619,
+    "server": 613,
     "trainer": 883,
     "utils": 2037,
     "viewer": 1165,
@@ -74,9 +74,9 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 28443,
-    "files of a GRPO run": 138,
-    "code of a GRPO run": 17731,
+    "code of the package": 28421,
+    "files of a GRPO run": 136,
+    "code of a GRPO run": 17717,
     "import depth": 18,
     "keys of a GRPO config": 357,
     "lines of pages": 5671,
