@@ -41,8 +41,7 @@ from arealite.api.workflow_api import RolloutWorkflow
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.rollout.account.rollout_file import batch_files, read_file
 from arealite.rollout.account.store import RolloutStore
-from arealite.rollout.episode import Episode
-from arealite.rollout.prompts import Prompt
+from arealite.rollout.prompts import Episode, Prompt
 from arealite.workflow.trajectory import trajectory_from_response
 
 PROMPT_TOKENS = 32

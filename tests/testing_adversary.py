@@ -15,8 +15,8 @@ from testing_workflows import waiting_trajectory
 
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.rollout.episode import Episode, current_episode
 from arealite.rollout.executor import RolloutExecutor
+from arealite.rollout.prompts import Episode, current_episode
 
 RETRIES = 1
 

@@ -58,7 +58,7 @@ def assert_nested(spans: list[Span], slack_s: float = 2e-9) -> None:
 
 
 def waits_of(spans: list[Span], step: Span) -> Counter[str]:
-    """Divide the waits for a batch in a step among what its process's episodes did, as `rollout/activity.py` does."""
+    """Divide the waits for a batch in a step among what its process's episodes did, as `rollout/event_loop.py` does."""
     ours = [one for one in spans if one.process == step.process]
     parents = {one.id: one for one in ours if one.id is not None}
 

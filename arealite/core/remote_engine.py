@@ -25,7 +25,7 @@ from arealite.core.group import Task, WorkerGroup
 from arealite.core.worker import Call, Outcome, Redo, RoleName, Run
 from arealite.engine.checkpointing import WRITE_TIMEOUT_S
 from arealite.engine.ppo.actor import TOKENS
-from arealite.rollout.account.updates import KEYS, Update, update_of
+from arealite.rollout.account.store import KEYS, Update, update_of
 from arealite.utils import heartbeat
 from arealite.utils.background import start_thread
 from arealite.utils.distributed import meeting_address

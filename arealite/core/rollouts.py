@@ -33,9 +33,9 @@ from arealite.core.world import PLACE_S, actor_of, cause_of_death
 from arealite.inference.completions import Completions
 from arealite.inference.remote_engine import ClientView, RemoteInferenceEngine
 from arealite.rollout.account.store import table_of
-from arealite.rollout.episode import Episode, LocalAttempts, Outcome
+from arealite.rollout.episode import LocalAttempts, Outcome
 from arealite.rollout.executor import RolloutExecutor
-from arealite.rollout.prompts import Prompt, Row, SampleRecord, ShouldAccept
+from arealite.rollout.prompts import Episode, Prompt, Row, SampleRecord, ShouldAccept
 from arealite.utils import heartbeat
 from arealite.utils.background import BackgroundTasks
 from arealite.utils.processes import raise_file_limit

@@ -20,8 +20,7 @@ from arealite.inference.backends.base import Backend, Segment
 from arealite.inference.health import Health
 from arealite.inference.http import OutOfFilesError, ServerConnection, StatusError, deadline_in
 from arealite.inference.pool import Server, ServerFacts, ServerPool, backoff_s
-from arealite.rollout.episode import current_episode, sampling_seed
-from arealite.rollout.prompts import SampleRecord
+from arealite.rollout.prompts import SampleRecord, current_episode, sampling_seed
 from arealite.utils import heartbeat
 from arealite.utils.background import in_thread
 from arealite.utils.hf import load_hf_tokenizer, vocab_size

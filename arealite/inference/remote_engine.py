@@ -35,14 +35,13 @@ from arealite.inference.discovery import Membership, named_servers, open_registr
 from arealite.inference.http import open_session
 from arealite.inference.pool import PoolView, ServerPool
 from arealite.inference.weight_update import WeightReceiver
-from arealite.rollout.account.store import Replay
-from arealite.rollout.account.updates import is_stored, updates_of
-from arealite.rollout.activity import activity
+from arealite.rollout.account.store import Replay, is_stored, updates_of
 from arealite.rollout.collective import RankZeroExchange
-from arealite.rollout.episode import Attempts, Episode
+from arealite.rollout.episode import Attempts
 from arealite.rollout.evaluation import evaluation_metrics
+from arealite.rollout.event_loop import activity
 from arealite.rollout.executor import RolloutExecutor
-from arealite.rollout.prompts import Dataloader, ShouldAccept
+from arealite.rollout.prompts import Dataloader, Episode, ShouldAccept
 from arealite.rollout.trajectory import split_batch
 from arealite.utils import heartbeat, trace
 from arealite.utils.background import BackgroundTasks

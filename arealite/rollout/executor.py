@@ -1,17 +1,18 @@
-"""Starts and runs episodes, and returns batches of bounded staleness.
+"""Starts and runs episodes, and returns batches of bounded staleness, or runs a fixed list of prompts at once.
 
 All state belongs to one event loop in its own thread and changes only there, between two awaits, so there are no locks.
 Every change wakes all waits; nothing polls.
 
 Invariants: every prompt ends exactly once, as trained, rejected or failed; a wait that raises loses nothing; a wait
-without any event ends after `episode_timeout`.
+without any event ends after `episode_timeout`; an evaluation has completions of one weight version only.
 """
 
 import asyncio
+import heapq
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from tensordict import TensorDict
@@ -24,14 +25,21 @@ from arealite.api.run_folder import RunFolder
 from arealite.api.workflow_api import OutsideRows, RolloutWorkflow
 from arealite.rollout.account.ledger import Ledger
 from arealite.rollout.account.store import RolloutStore
-from arealite.rollout.episode import Attempts, Episode, EpisodeRunner, Keep, LocalAttempts, Outcome
+from arealite.rollout.episode import BY_FILTER, OVERDUE, Attempts, Budgets, EpisodeRunner, LocalAttempts, Outcome
 from arealite.rollout.event_loop import EventLoopThread
-from arealite.rollout.failures import OVERDUE, Budgets
-from arealite.rollout.prompts import Dataloader, Prompt, PromptSource, Row, ShouldAccept, external_prompt, named
-from arealite.rollout.ready import ReadyEpisodes
+from arealite.rollout.prompts import (
+    Dataloader,
+    Episode,
+    Keep,
+    Prompt,
+    PromptSource,
+    Row,
+    ShouldAccept,
+    external_prompt,
+    named,
+)
 from arealite.rollout.staleness import StalenessAccount
 from arealite.rollout.trajectory import assemble_batch
-from arealite.rollout.unthrottled import UnthrottledBatches
 from arealite.utils import heartbeat, stop
 from arealite.utils.background import BackgroundTasks
 from arealite.utils.data_order import cursor_after
@@ -70,9 +78,11 @@ class RolloutExecutor:
         self._queue: deque[Prompt] = deque()
         self._running: dict[Episode, asyncio.Task[None]] = {}
         self._tasks = BackgroundTasks("the accounting of an episode", logger, on_failure=self._wake)
-        self._ready = ReadyEpisodes(self._account, self._ledger, self._runner.budgets, self._advance)
+        self._ready: dict[Episode, None] = {}  # accepted, and in no batch yet
+        self._num_unthrottled = 0
+        self._unthrottled: set[Episode] = set()  # attempts that run without the staleness bound
         self._changed = asyncio.Event()
-        self._unthrottled = UnthrottledBatches(self._account, self._changed, config.episode_timeout + _GRACE_S)
+        self._stalled_s = config.episode_timeout + _GRACE_S
         self._is_paused = False
         self._is_closed = False
         self._is_starting = False  # whether the next turn of the loop starts more episodes
@@ -143,9 +153,9 @@ class RolloutExecutor:
             ledger = Ledger(None, self._account)
             here = LocalAttempts(self.config, self._engine, is_evaluation=True)
             runner = EpisodeRunner(self.config, here, ledger, runner.budgets)
-            episodes = self._wait_for(self._unthrottled.evaluate, runner, prompts, keep)
+            episodes = self._wait_for(self._evaluate, runner, prompts, keep)
         else:
-            episodes = self._wait_for(self._unthrottled.train, runner, prompts, self._account.version)
+            episodes = self._wait_for(self._train_now, prompts, self._account.version)
         causes = ", ".join(f"{name} {count}" for name, count in runner.ledger.causes().items())
         what = f"{len(rows)} {'evaluation' if is_evaluation else 'training'} prompts"
         if not episodes and keep is None:
@@ -311,7 +321,9 @@ class RolloutExecutor:
         if runs_again:
             self._queue.appendleft(episode.prompt)
         elif isinstance(outcome, TensorDict):
-            self._ready.add(episode)
+            self._ready[episode] = None
+            if episode.prompt.should_accept is not None:  # else a filter of `wait` may still reject it
+                self._runner.budgets.accept()
         elif isinstance(outcome, BaseException):
             self._runner.budgets.fail(outcome)
         self._advance()
@@ -322,7 +334,7 @@ class RolloutExecutor:
 
     async def _set_version(self, version: int) -> None:
         self._account.set_version(version)
-        self._ready.reject_overdue()
+        self._reject([one for one in self._ready if self._account.is_overdue(one.head_version)], OVERDUE)
         if self.config.overdue == "drop":
             for episode in [one for one in self._running if self._account.is_overdue(one.head_version)]:
                 task = self._running.pop(episode)
@@ -348,18 +360,128 @@ class RolloutExecutor:
 
         def can_take() -> bool | None:
             if should_accept is not None:
-                self._ready.filter(should_accept)
+                self._filter(should_accept)
             return self._account.can_take(count) or None
 
         await self._wait_until(can_take, count, timeout)
-        return self._ready.take(count)
+        fresh = [one for one in self._ready if not self._account.is_overdue(one.head_version)]
+        episodes = heapq.nsmallest(count, fresh, key=lambda one: (one.head_version, one.prompt_id))
+        for episode in episodes:
+            del self._ready[episode]
+        self._ledger.train([one.prompt for one in episodes], self._account.version)
+        self._runner.budgets.accept()
+        return episodes
+
+    def _filter(self, should_accept: ShouldAccept) -> None:
+        """Apply the filter of `wait` to episodes that it has not judged yet."""
+        unjudged = [one for one in self._ready if one.prompt.should_accept is None]
+        rejected = [one for one in unjudged if not should_accept(one.trajectory)]
+        for episode in unjudged:
+            episode.prompt.should_accept = should_accept
+        self._reject(rejected, BY_FILTER)
+
+    def _reject(self, episodes: list[Episode], reason: str) -> None:
+        for episode in episodes:
+            self._ledger.drop(episode.prompt, "rejected", reason)
+            self._runner.budgets.reject(reason)
+            del self._ready[episode]
+        if episodes:
+            self._advance()
+
+    # In the event loop: run all prompts of a list now
+
+    async def _train_now(self, prompts: list[Prompt], version: int) -> list[Episode]:
+        """Run episodes and mark the accepted ones as trained at this version."""
+        episodes = await self._run_now(self._runner, prompts, head_version=version)
+        self._ledger.train([one.prompt for one in episodes], version)
+        return episodes
+
+    async def _evaluate(self, runner: EpisodeRunner, prompts: list[Prompt], keep: Keep | None) -> list[Episode]:
+        """Run evaluation episodes, and repeat those that did not see the newest weights.
+
+        With `keep`, each accepted episode is passed to it and its trajectory is dropped; nothing is repeated.
+        """
+        episodes = await self._run_now(runner, prompts, head_version=0, keep=keep)
+        if keep is not None:
+            return episodes
+        newest = max((version for one in episodes for version in _versions(one)), default=0)
+        outdated = {one: one.prompt for one in episodes if _versions(one) - {newest}}
+        if not outdated:
+            return episodes
+        logger.warning("%d evaluation episodes saw older weights than %d: they run again", len(outdated), newest)
+        prompts = [Prompt(one.prompt_id, one.row, one.workflow, attempt=one.attempt) for one in outdated.values()]
+        again = await self._run_now(runner, prompts, head_version=0)
+        if others := {version for one in again for version in _versions(one)} - {newest}:
+            raise EpisodeError(
+                f"an evaluation must use one version of the weights: got {newest} and {sorted(others)}. "
+                "Publish weights to every server, and not during an evaluation."
+            )
+        return [one for one in episodes if one not in outdated] + again
+
+    async def _run_now(
+        self, runner: EpisodeRunner, prompts: list[Prompt], *, head_version: int, keep: Keep | None = None
+    ) -> list[Episode]:
+        """Return the accepted episodes; the first error cancels all others."""
+        runner.ledger.issue(prompts, cursor=None, is_counted=False)
+        tasks: list[asyncio.Task[Episode | None]] = []
+        running: set[asyncio.Task[Episode | None]] = set()
+        errors: list[BaseException] = []
+
+        def end(task: asyncio.Task[Episode | None]) -> None:
+            self._num_unthrottled -= 1
+            running.remove(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                errors.append(error)
+            self._wake()
+
+        try:
+            for prompt in prompts:
+                while self._num_unthrottled >= self._account.max_concurrent:
+                    await self._wait_for_change(self._unthrottled)
+                if errors:
+                    break
+                runner.check()
+                self._num_unthrottled += 1
+                tasks.append(task := asyncio.create_task(self._run_to_the_end(runner, prompt, head_version, keep)))
+                running.add(task)
+                task.add_done_callback(end)
+            while running and not errors:
+                await self._wait_for_change(self._unthrottled)
+            if errors:
+                raise errors[0]
+            return [one for task in tasks if (one := task.result()) is not None]
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _run_to_the_end(
+        self, runner: EpisodeRunner, prompt: Prompt, head_version: int, keep: Keep | None
+    ) -> Episode | None:
+        """Run a prompt with its retries; return the accepted episode, or None."""
+        runs_again = True
+        while runs_again:
+            episode = runner.start(prompt, head_version)
+            self._unthrottled.add(episode)
+            try:
+                outcome = await runner.run(episode)
+            finally:
+                self._unthrottled.remove(episode)
+            runs_again = runner.end(episode, outcome)
+            self._wake()
+        if isinstance(outcome, BaseException | str):
+            runner.budgets.check()
+            return None
+        runner.budgets.accept()
+        if keep is not None:
+            keep(episode)
+            del episode.trajectory
+        return episode
 
     # In the event loop: waits
 
     async def _wait_until(self, look: Callable[[], T | None], count: int, timeout: float | None = None) -> T:
         """Wait until `look()` is not None and return its value; the caller wants `count` episodes."""
-        loop = asyncio.get_running_loop()
-        deadline = None if timeout is None else loop.time() + timeout
+        deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
         while True:
             self._check()
             if (result := look()) is not None:
@@ -371,28 +493,40 @@ class RolloutExecutor:
                     f"{max(0, self._account.room())} (consumed so far: {self._account.consumed}). Publish weights "
                     "and call set_version, submit more episodes, or raise rollout.max_head_offpolicyness."
                 )
-            stalled_s = self.config.episode_timeout + _GRACE_S
+            if deadline is None:
+                await self._wait_for_change(self._running)
+                continue
             try:
-                async with asyncio.timeout_at(loop.time() + stalled_s if deadline is None else deadline):
-                    await self._wait_for_change()
+                async with asyncio.timeout_at(deadline):
+                    await self._changed.wait()
             except TimeoutError:
-                counts = f"{len(self._running)} running, {len(self._queue)} waiting to start"
-                if deadline is not None:
-                    raise TimeoutError(
-                        f"{count} episodes must finish within {timeout:g} s: got {len(self._ready)} finished, "
-                        f"{counts}. Call wait again: nothing is lost."
-                    ) from None
-                # Requests that wait for a server have their own deadline.
-                if not any(one.has_time for one in self._running):
-                    raise EpisodeTimeoutError(
-                        f"an episode must start or end every {stalled_s:g} s: got none, with {counts}, "
-                        f"{'paused' if self._is_paused else 'not paused'}. Call resume, or look at the workflow."
-                    ) from None
+                raise TimeoutError(
+                    f"{count} episodes must finish within {timeout:g} s: got {len(self._ready)} finished, "
+                    f"{len(self._running)} running, {len(self._queue)} waiting to start. Call wait again: nothing is "
+                    "lost."
+                ) from None
 
-    async def _wait_for_change(self) -> None:
-        await self._changed.wait()
+    async def _wait_for_change(self, running: Iterable[Episode]) -> None:
+        """Wait until an episode starts or ends, or state changes; raise if there is no change for too long."""
+        try:
+            async with asyncio.timeout(self._stalled_s):
+                await self._changed.wait()
+        except TimeoutError:
+            # Requests that wait for a server have their own deadline.
+            if not any(one.has_time for one in running):
+                num_running = len(self._running) + len(self._unthrottled)
+                raise EpisodeTimeoutError(
+                    f"an episode must start or end every {self._stalled_s:g} s: got none, with {num_running} running, "
+                    f"{len(self._queue)} waiting to start, {'paused' if self._is_paused else 'not paused'}. Call "
+                    "resume, or look at the workflow: its deadline cancels it, which it must not catch."
+                ) from None
 
     def _check(self) -> None:
         self._tasks.check()
         self._runner.check()
         self.store.check()
+
+
+def _versions(episode: Episode) -> set[int]:
+    trajectory = episode.trajectory
+    return set(trajectory["versions"][trajectory["loss_mask"].bool()].tolist())

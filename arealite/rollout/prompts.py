@@ -1,17 +1,25 @@
-"""Prompts: the record of one prompt through a run, and the source that pulls them from a dataloader.
+"""Prompts: the record of a prompt through a run, and of an attempt at it; the source that pulls prompts.
 
-Invariant: every row of a `PromptSource` has a `prompt_id`, unique in that source.
+The inference client reads the current attempt from `current_episode`, which tasks of the workflow inherit. Invariant:
+every row of a `PromptSource` has a `prompt_id`, unique in that source.
 """
 
+import asyncio
+import contextlib
+import hashlib
 import itertools
+from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from arealite.api.io_struct import PromptId
+from arealite.api.io_struct import ModelRequest, PromptId
 from arealite.api.workflow_api import OutsideRows, RolloutWorkflow
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from tensordict import TensorDict
 
 Row = dict[str, Any]
@@ -52,6 +60,79 @@ class Prompt:
     head_version: int = -1  # trainer's version at the start of the attempt; -1 before the first
     trained_version: int | None = None
     latency_s: float | None = None
+
+
+@dataclass(eq=False)
+class Episode:
+    """One attempt at one prompt."""
+
+    prompt: Prompt
+    attempt: int
+    head_version: int
+    seed: int  # seed of the run
+    num_samples: int = 0  # completions requested so far
+    num_asked: Counter[str] = field(default_factory=Counter)  # by seed_key and digest of the prompt
+    servers: set[str] = field(default_factory=set)  # addresses of servers that sampled its tokens
+    newest_version: int = -1  # newest weight version of its tokens
+    is_narrowed: bool = False  # whether top_p, top_k or min_p restricted a completion
+    samples: list[SampleRecord] = field(default_factory=list)  # completions, in the order of their ends
+    rewards: list[float] = field(default_factory=list)  # of the returned trajectory, also of a rejected one
+    table: "pa.Table | None" = None  # its rows of the rollout file, if another process built them
+    trajectory: "TensorDict" = field(init=False, repr=False)  # set once the attempt is accepted
+    deadline: asyncio.Timeout | None = None  # of the running attempt
+    num_waiting_for_servers: int = 0  # requests that no server can take now
+    left_s: float = 0.0  # remaining time while the clock is stopped
+
+    @property
+    def prompt_id(self) -> PromptId:
+        return self.prompt.prompt_id
+
+    @property
+    def has_time(self) -> bool:
+        """Whether the attempt has time left, or its clock is stopped."""
+        when = None if self.deadline is None else self.deadline.when()
+        return self.num_waiting_for_servers > 0 or (when is not None and when > asyncio.get_running_loop().time())
+
+    @contextlib.contextmanager
+    def standstill(self) -> Iterator[None]:
+        """Stop the clock of the attempt while one of its requests waits because no server can take it."""
+        loop, deadline = asyncio.get_running_loop(), self.deadline
+        if deadline is not None and self.num_waiting_for_servers == 0:
+            self.left_s = (deadline.when() or loop.time()) - loop.time()
+            deadline.reschedule(None)
+        self.num_waiting_for_servers += 1
+        try:
+            yield
+        finally:
+            self.num_waiting_for_servers -= 1
+            if deadline is not None and self.num_waiting_for_servers == 0:
+                with contextlib.suppress(RuntimeError):  # raised once the attempt has ended
+                    deadline.reschedule(loop.time() + self.left_s)
+
+    def next_sample(self, req: ModelRequest) -> tuple[int, int]:
+        """Return the number and the sampling seed of the next completion."""
+        self.num_samples, number = self.num_samples + 1, self.num_samples
+        sample: int | str = number
+        if req.seed_key is not None:
+            asked = f"{req.seed_key}/{hashlib.blake2b(array('q', req.input_ids).tobytes(), digest_size=16).hexdigest()}"
+            sample = f"{asked}/{self.num_asked[asked]}"
+            self.num_asked[asked] += 1
+        return number, sampling_seed(self.seed, self.prompt_id, sample=sample, attempt=self.attempt)
+
+
+Keep: TypeAlias = Callable[[Episode], None]
+"""Callback that receives an episode once it is accepted, in the event loop."""
+
+current_episode: ContextVar[Episode | None] = ContextVar("current_episode", default=None)
+
+
+def sampling_seed(run_seed: int, prompt_id: PromptId, *, sample: int | str, attempt: int) -> int:
+    """Derive a 48-bit seed (exact in JSON) from the identity of a completion.
+
+    It does not depend on timing if the workflow starts its samples in a fixed order or names its runs (`seed_key`).
+    """
+    key = f"{run_seed}/{prompt_id.epoch}/{prompt_id.index}/{sample}/{attempt}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=6).digest(), "big")
 
 
 class PromptSource:

@@ -28,9 +28,8 @@ from arealite.api.workflow_api import KEYS_OF_ROWS, RolloutWorkflow
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.rollout.account.rollout_file import read_rows
 from arealite.rollout.account.store import RolloutStore
-from arealite.rollout.episode import Episode, Keep
 from arealite.rollout.evaluation import pass_metrics, sample_metrics
-from arealite.rollout.prompts import Row
+from arealite.rollout.prompts import Episode, Keep, Row
 from arealite.trainer.step_line import compact
 from arealite.utils import stop
 from arealite.utils.files import FileError, empty_folder, file_lock, reading, require_object

@@ -1,6 +1,6 @@
 """The console's line per step: columns in a fixed order, numbers as in `metrics.jsonl`, and what bounded the step.
 
-A wait for a batch is divided among what episodes did meanwhile (`rollout/activity.py`); the rest of the step is the
+A wait for a batch is divided among what episodes did meanwhile (`rollout/event_loop.py`); the rest of the step is the
 trainer's own.
 """
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from arealite.api.errors import LedgerError
 from arealite.api.run_metrics import score, score_name
-from arealite.rollout.account.ledger_file import open_for_reading
+from arealite.rollout.account.ledger import open_for_reading
 
 Row = dict[str, Any]
 Chart = dict[str, Any]

@@ -22,7 +22,7 @@ from tokenizers.decoders import DecodeStream
 from arealite.api.errors import ConfigError, LedgerError
 from arealite.api.run_folder import RunFolder, numbered
 from arealite.api.run_metrics import is_of_training, score_name
-from arealite.rollout.account.ledger_file import OUTCOME, open_for_reading
+from arealite.rollout.account.ledger import OUTCOME, open_for_reading
 from arealite.rollout.account.rollout_file import PER_TOKEN
 from arealite.utils.files import FileError, reading, require_object
 from arealite.viewer.describe import describe, is_run, score_in_words, state_of, text_of

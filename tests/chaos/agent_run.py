@@ -25,7 +25,7 @@ from arealite.api.engine_api import InferenceEngine
 from arealite.api.io_struct import ModelRequest, ModelResponse
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.reward import load_rewards
-from arealite.rollout.episode import current_episode
+from arealite.rollout.prompts import current_episode
 from arealite.workflow.rlvr import RLVRWorkflow
 from chaos.agents import READ, agent
 

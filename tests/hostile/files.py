@@ -34,7 +34,7 @@ from arealite.cli.main import main
 from arealite.dataset import get_custom_dataset
 from arealite.dataset.loader import PromptLoader
 from arealite.inference.registry import RegistryError
-from arealite.rollout.account.ledger_file import LedgerFile
+from arealite.rollout.account.ledger import LedgerFile
 from arealite.rollout.account.store import Replay
 from arealite.trainer.stats_logger import undo_from
 from arealite.utils.secret import ensure_secret

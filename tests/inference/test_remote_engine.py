@@ -34,8 +34,8 @@ from arealite.inference.backends.sglang import SGLangBackend
 from arealite.inference.http import OutOfFilesError, StatusError
 from arealite.inference.pool import parse_addresses
 from arealite.inference.remote_engine import RemoteInferenceEngine
-from arealite.rollout.activity import activity
-from arealite.rollout.episode import Episode, current_episode
+from arealite.rollout.event_loop import activity
+from arealite.rollout.prompts import Episode, current_episode
 from arealite.utils.token_ids import StopStrings
 
 PROMPT = [5, 6, 7]

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from arealite.reward.runner import RewardRunner
-from arealite.rollout import activity as module
-from arealite.rollout.activity import NUM_SHOWN, Activity
-from arealite.rollout.event_loop import EventLoopThread
+from arealite.rollout import event_loop as module
+from arealite.rollout.event_loop import NUM_SHOWN, Activity, EventLoopThread
 from arealite.utils import trace
 
 

@@ -21,8 +21,7 @@ from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.engine_api import InferenceEngine
 from arealite.dataset.loader import PromptLoader
 from arealite.rollout.account.audit import Bias, audit
-from arealite.rollout.episode import current_episode
-from arealite.rollout.prompts import SampleRecord
+from arealite.rollout.prompts import SampleRecord, current_episode
 
 _SHORTEST, _SPREAD = 50, 20
 _STEPS, _BATCH = 60, 16

@@ -41,7 +41,7 @@ from arealite.dataset.rows import ListRows, Rows
 from arealite.rollout import executor as executor_module
 from arealite.rollout.account.audit import audit
 from arealite.rollout.account.store import RolloutStore, read_batches
-from arealite.rollout.episode import current_episode, sampling_seed
+from arealite.rollout.prompts import current_episode, sampling_seed
 from arealite.rollout.trajectory import has_spread
 from arealite.utils import stop
 from arealite.utils.tensors import concat_padded_tensors

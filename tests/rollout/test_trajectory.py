@@ -12,8 +12,7 @@ from tensordict import TensorDict
 from testing_workflows import waiting_trajectory
 
 from arealite.api.io_struct import ModelRequest, PromptId
-from arealite.rollout.episode import Episode, sampling_seed
-from arealite.rollout.prompts import Prompt
+from arealite.rollout.prompts import Episode, Prompt, sampling_seed
 from arealite.rollout.trajectory import assemble_batch, split_batch
 from arealite.utils.tensors import concat_padded_tensors
 

@@ -16,7 +16,7 @@ from testing_views import row
 
 from arealite.api.errors import ConfigError
 from arealite.rollout.account.rollout_file import update_file
-from arealite.rollout.account.updates import Update, write_update
+from arealite.rollout.account.store import Update, write_update
 from arealite.viewer.index import RowIndex, StaleIndexError
 
 

@@ -10,7 +10,7 @@ from testing_views import byte_tokenizer, finish, row, write_metrics, write_run
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
 from arealite.api.run_metrics import score_name
-from arealite.rollout.account.updates import Update, write_update
+from arealite.rollout.account.store import Update, write_update
 from arealite.utils.files import file_lock
 from arealite.viewer.describe import score_in_words
 from arealite.viewer.runs import MetricsTail, Runs, RunView

@@ -19,7 +19,7 @@ from testing_views import byte_tokenizer, row, write_metrics, write_run
 
 from arealite.cli.main import main
 from arealite.rollout.account.rollout_file import write_batch
-from arealite.rollout.account.updates import Update, write_update
+from arealite.rollout.account.store import Update, write_update
 
 pytestmark = pytest.mark.slow
 

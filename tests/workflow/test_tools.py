@@ -12,7 +12,7 @@ from testing_conversations import SayingEngine, call, sampled_texts
 from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.env_api import Environment
 from arealite.api.errors import ConfigError, EnvError
-from arealite.rollout.failures import kind_of
+from arealite.rollout.episode import kind_of
 from arealite.rollout.trajectory import check_trajectory
 from arealite.workflow.tools import ToolWorkflow
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from arealite.api.run_folder import RunFolder, numbered
-from arealite.rollout.account.ledger_file import OUTCOME, count_states, open_for_reading
+from arealite.rollout.account.ledger import OUTCOME, count_states, open_for_reading
 from arealite.rollout.account.rollout_file import read_rows
 from arealite.utils.data_order import passed_prompts
 from arealite.utils.files import reading, require_object

@@ -25,10 +25,8 @@ from testing_rollouts import write_rows
 from arealite.api.errors import LedgerError
 from arealite.api.io_struct import PromptId
 from arealite.dataset.loader import PromptLoader
-from arealite.rollout.account import ledger_file
 from arealite.rollout.account.audit import audit
-from arealite.rollout.account.ledger import Ledger
-from arealite.rollout.account.ledger_file import open_for_reading
+from arealite.rollout.account.ledger import Ledger, open_for_reading
 from arealite.rollout.prompts import Prompt, SampleRecord
 from arealite.rollout.staleness import StalenessAccount
 
@@ -465,7 +463,7 @@ sys.stdin.read()
 def test_a_lock_of_another_process_is_an_error_of_the_next_flush(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger_file, "_LOCK_S", 0.5)
+    monkeypatch.setattr("arealite.rollout.account.ledger._LOCK_S", 0.5)
     path = tmp_path / "ledger.sqlite"
     ledger = Ledger(str(path), new_account())
     ledger.flush()
@@ -482,7 +480,7 @@ def test_a_lock_of_another_process_is_an_error_of_the_next_flush(
 
 
 def test_a_rollback_that_can_not_be_written_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger_file, "_LOCK_S", 0.5)
+    monkeypatch.setattr("arealite.rollout.account.ledger._LOCK_S", 0.5)
     path = tmp_path / "ledger.sqlite"
     ledger = Ledger(str(path), new_account())
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:

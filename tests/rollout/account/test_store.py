@@ -21,8 +21,7 @@ from arealite.api.errors import ConfigError
 from arealite.api.io_struct import PromptId
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.rollout.account.store import RolloutStore, read_batches
-from arealite.rollout.episode import Episode
-from arealite.rollout.prompts import Prompt
+from arealite.rollout.prompts import Episode, Prompt
 from arealite.rollout.trajectory import assemble_batch
 
 

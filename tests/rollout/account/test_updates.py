@@ -17,8 +17,7 @@ from testing_rollouts import stored_rows
 
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.rollout.account.rollout_file import read_update
-from arealite.rollout.account.store import RolloutStore
-from arealite.rollout.account.updates import is_stored, update_of
+from arealite.rollout.account.store import RolloutStore, is_stored, update_of
 from arealite.rollout.trajectory import assemble_batch, split_batch
 
 CONFIG = InferenceEngineConfig(fileroot="runs", experiment_name="e", trial_name="t")
