@@ -132,7 +132,7 @@ def test_server_stopped_by_a_signal(stalls):
     pid = stall.pid_of("server-0")
     assert f" s: server-0 (pid {pid}) is stopped by a signal (state T), for " in stall.verdict
     assert f"    Continue it with kill -CONT {pid}.\n" in stall.output
-    assert "UnthrottledBatches.train" in stall.output, "the console names the process that waits for it"
+    assert "RolloutExecutor._train_now" in stall.output, "the console names the process that waits for it"
     assert wait_gone([pid], timeout_s=120) == set(), "a stopped process is ended as well"
 
 
