@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Iterable
 from typing import Any
 
 from tensordict import TensorDict
@@ -91,8 +92,8 @@ class CorneredExecutor(RolloutExecutor):
 
     adversary: Adversary
 
-    async def _wait_for_change(self) -> None:
+    async def _wait_for_change(self, running: Iterable[Episode]) -> None:
         while self._is_starting or self.adversary.num_held() != len(self._running):
             await asyncio.sleep(0)
         self.adversary.end_one()
-        await super()._wait_for_change()
+        await super()._wait_for_change(running)
