@@ -169,9 +169,9 @@ class RemoteInferenceEngine(InferenceEngine):
 
     def _start_colocated(self, config: ColocatedConfig, secret: str | None) -> str:
         """Start the server of this process and return its address; its end wakes the thread that waits for a batch."""
-        allow_stale_kv, loop = self.config.pause_mode == "in_place", self._require_executor().loop
+        allow_stale_kv, executor = self.config.pause_mode == "in_place", self._require_executor()
         self.colocated = ColocatedServer(config, allow_stale_kv=allow_stale_kv, seed=self.config.seed, secret=secret)
-        self.colocated.stopped.add_done_callback(lambda _: loop.ask())
+        self.colocated.stopped.add_done_callback(lambda _: executor.ask_to_catch_up())
         return self.colocated.address
 
     async def _connect(self, addresses: list[str], secret: str | None) -> None:
@@ -219,7 +219,7 @@ class RemoteInferenceEngine(InferenceEngine):
         if self._membership is not None:
             self._executor.set_capacity(len(self.servers.serving) / self.config.num_servers)
         if self.servers.joining:
-            self._executor.loop.ask()
+            self._executor.ask_to_catch_up()
 
     def _catch_up(self) -> None:
         """Update joining servers while the trainer waits (rank 0, in the trainer's thread). Raises ServerError if the

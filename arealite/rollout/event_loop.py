@@ -22,7 +22,7 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from types import CoroutineType
 from typing import Any, TypeVar, cast
 
@@ -55,7 +55,6 @@ class EventLoopThread:
         self._loop: Future[asyncio.AbstractEventLoop] = Future()
         self._ended: Future[None] = Future()
         self._cause: BaseException | None = None
-        self._asked: Future[None] = Future()
         # Run in the loop when it ends, after every task was cancelled.
         self.closers: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
@@ -76,16 +75,8 @@ class EventLoopThread:
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(callback)
 
-    def ask(self) -> None:
-        """Make the thread that waits in `run`, now or next, call its `on_asked`; from any thread."""
-        with contextlib.suppress(InvalidStateError):  # it has been asked
-            self._asked.set_result(None)
-
-    def run(self, coroutine: Coroutine[Any, Any, T], on_asked: Callable[[], None] | None = None) -> T:
-        """Run a coroutine and return its result; meanwhile call `on_asked` in this thread after every `ask`.
-
-        The coroutine is cancelled if the caller is interrupted or `on_asked` fails.
-        """
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine and return its result; it is cancelled if the caller is interrupted."""
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise RuntimeError(
@@ -96,10 +87,7 @@ class EventLoopThread:
         ends: set[Future[Any]] = {pending, self._ended, self.watch.given_up}
         try:
             with heartbeat.waiting(f"the {self._what} to finish {cast('Any', coroutine).__qualname__}", on="rollout"):
-                while not wait(ends | ({self._asked} if on_asked else set()), return_when=FIRST_COMPLETED).done & ends:
-                    assert on_asked is not None, "nothing else ends a wait early"
-                    self._asked = Future()
-                    on_asked()
+                wait(ends, return_when=FIRST_COMPLETED)
         except BaseException:
             pending.cancel()
             raise

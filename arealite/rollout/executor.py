@@ -13,7 +13,8 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from tensordict import TensorDict
 
@@ -91,8 +92,8 @@ class RolloutExecutor:
         self._is_open = False  # whether rows come from outside, such as from online sessions
         # Open prompts of the checkpoint that the run resumed from, until queued; None before the first episode.
         self._reopened: list[Prompt] | None = None
-        # Sends current weights to joining servers while the trainer waits; `loop.ask` requests a call.
-        self.catch_up: Callable[[], None] = lambda: None
+        self.catch_up: Callable[[], None] = lambda: None  # updates joining servers, in the thread that waits
+        self._asked = asyncio.Event()
         self.loop = EventLoopThread("arealite-rollout", max_blocked_s=config.episode_timeout)
         heartbeat.report("prompts by state", self._ledger.totals)
 
@@ -170,13 +171,32 @@ class RolloutExecutor:
 
     def _wait_for(self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
         """Run `function` in the loop and update joining servers meanwhile. Raises RunStopped on a stop request."""
-        self.loop.ask()  # servers may have joined before this wait
+        self.ask_to_catch_up()  # servers may have joined before this wait
+        pending = self.loop.submit(stop.unless_asked(function, *args))
         try:
-            wait: Any = stop.unless_asked(function, *args)
-            wait.__qualname__ = function.__qualname__  # shown in a stall verdict
-            return cast("T", self.loop.run(wait, self.catch_up))
+            while True:
+                wait: Any = self._until_done_or_asked(pending)
+                wait.__qualname__ = function.__qualname__  # shown in a stall verdict
+                if self.loop.run(wait):
+                    return pending.result()
+                self.catch_up()
         except stop.Interrupted:
             raise stop.stopped() from None
+        finally:
+            pending.cancel()  # no effect at its end
+
+    async def _until_done_or_asked(self, pending: Future[Any]) -> bool:
+        """Wait until `pending` is done or `ask_to_catch_up` was called; return whether it is done."""
+        done, asked = asyncio.wrap_future(pending), asyncio.create_task(self._asked.wait())
+        done.add_done_callback(lambda one: one.cancelled() or one.exception())  # raised by `pending`
+        await asyncio.wait([done, asked], return_when=asyncio.FIRST_COMPLETED)
+        asked.cancel()
+        self._asked.clear()
+        return pending.done()
+
+    def ask_to_catch_up(self) -> None:
+        """Make the thread that waits for episodes, now or next, call `catch_up`; from any thread."""
+        self.loop.call_soon(self._asked.set)
 
     def _hand_out(self, episodes: list[Episode], *, is_evaluation: bool = False) -> TensorDict:
         episodes = sorted(episodes, key=lambda one: one.prompt_id)

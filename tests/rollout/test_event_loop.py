@@ -204,48 +204,6 @@ async def _wait(ended: threading.Event) -> None:
     ended.wait(120)
 
 
-def test_who_waits_is_asked_to_call_something(loop) -> None:
-    """By any thread, while the coroutine continues."""
-    cleared, calls = asyncio.Event(), []
-
-    async def ask_twice() -> str:
-        for _ in range(2):
-            loop.ask()
-            loop.ask()
-            await cleared.wait()
-            cleared.clear()
-        return "the end"
-
-    def on_asked() -> None:
-        calls.append(threading.current_thread())
-        loop.run(asyncio.sleep(0))  # the loop serves others meanwhile
-        loop.call_soon(cleared.set)
-
-    assert loop.run(ask_twice(), on_asked) == "the end"
-    assert calls == 2 * [threading.current_thread()]
-    loop.ask()
-    assert loop.run(asyncio.sleep(0, "who does not ask for it does not see it"))
-
-
-def test_a_coroutine_is_cancelled_if_what_was_asked_for_fails(loop) -> None:
-    cancelled = threading.Event()
-
-    async def wait_until_cancelled() -> None:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            cancelled.set()
-
-    def fail() -> None:
-        loop.run(asyncio.sleep(0))
-        raise IndexError
-
-    loop.ask()
-    with pytest.raises(IndexError):
-        loop.run(wait_until_cancelled(), fail)
-    assert cancelled.wait(120)
-
-
 # Ends
 
 
