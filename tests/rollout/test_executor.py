@@ -1052,7 +1052,7 @@ def test_a_batch_gives_up_when_a_workflow_catches_what_ends_it(
                     await asyncio.sleep(0.05)
             return await super().arun_episode(engine, data)
 
-    with pytest.raises(EpisodeTimeoutError, match="every 0.5 s: got none, with 1 running, .* look at the workflow"):
+    with pytest.raises(EpisodeTimeoutError, match=r"every 0.5 s: got none, with 1 running, .* look at the workflow"):
         engine.executor.run_all(rows(2), Stubborn(), is_evaluation=is_evaluation)
     may_end.set()
 
