@@ -45,7 +45,7 @@ from arealite.api.io_struct import ModelRequest, ParamSpec
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.utils.network import LOOPBACK, hold_port, port_of
-from arealite.utils.processes import SECRET_VARIABLE
+from arealite.utils.secret import SECRET_VARIABLE
 from arealite.utils.weight_transfer import close_group, join_group, receive_bucket, send_bucket
 from arealite.weights.publish import publish_weights
 

@@ -88,7 +88,7 @@ def test_a_whole_run_breaks_no_promise(tmp_path: Path) -> None:
 
 
 def test_what_is_left_behind_is_found_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("programs.processes.LEFT_S", 0.5)
+    monkeypatch.setattr("harness.processes.LEFT_S", 0.5)
     experiment = write_run(tmp_path)
     program = (
         "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1]); time.sleep(600)"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from programs.processes import REPOSITORY
+from harness.processes import REPOSITORY
 from testing_quickstart import WORD_PROBLEMS
 from testing_rollouts import edit_rows, stored_rows
 from testing_runs import arealite, launch, metrics, run

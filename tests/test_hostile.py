@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from harness.proxy import answering, reply
 from hostile import code, files, requests
 from hostile.answers import judge_error
 from hostile.common import SECRET, Report, Usage, judge_account, judge_command, judge_text, run_part
-from programs.proxy import answering, reply
 
 from arealite.api.errors import RewardError, ServerError
 
@@ -83,7 +83,7 @@ def test_a_lost_prompt_is_seen() -> None:
 def test_a_part_that_does_not_end_or_leaves_something_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, leaks: int, broken: int
 ) -> None:
-    monkeypatch.setattr("programs.processes.LEFT_S", 1.0)
+    monkeypatch.setattr("harness.processes.LEFT_S", 1.0)
     timeout_s = 5.0 if "Event" in program else 120.0
     found = run_part([sys.executable, "-c", program], tmp_path / "part", "it", timeout_s)
     assert (len(found[0]), len(found[1])) == (leaks, broken), found

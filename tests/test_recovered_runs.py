@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from chaos.experiment import ENTRY, Experiment, Launcher
-from programs.processes import wait_until
+from harness.processes import wait_until
 from testing_quickstart import WORD_PROBLEMS
 from testing_rollouts import stored_rows
 

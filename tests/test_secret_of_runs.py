@@ -18,8 +18,8 @@ import pytest
 from chaos.experiment import Experiment
 from cluster import paced
 from cluster.followed import PACED
-from programs.processes import command_of, marked
-from programs.proxy import Request, answering
+from harness.processes import command_of, marked
+from harness.proxy import Request, answering
 from testing_quickstart import write_tiny_model
 from testing_raw import REPLIES
 

@@ -1,7 +1,7 @@
 """Bytes that whatever is at a server's port may answer with, and need not be HTTP."""
 
-from programs.proxy import answering
-from programs.proxy import reply as json_reply
+from harness.proxy import answering
+from harness.proxy import reply as json_reply
 
 __all__ = ["REPLIES", "answering", "json_reply"]
 

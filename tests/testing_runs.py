@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from programs.processes import environment
+from harness.processes import environment
 from testing_metrics import undocumented
 
 from arealite.utils.files import read_jsonl

@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from programs.report import conclude, make_folder, print_result, say, seconds
+from harness.report import conclude, make_folder, print_result, say, seconds
 
 from chaos import kills
 from chaos.agent_promises import judge_agents

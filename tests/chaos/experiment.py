@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from programs.processes import MARKER, REPOSITORY, Program, environment
+from harness.processes import MARKER, REPOSITORY, Program, environment
 from testing_processes import spawn
 
 ENTRY = REPOSITORY / "examples" / "arealite" / "gsm8k_grpo.py"

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Literal, get_args
 
-from programs.proxy import Request, pass_on, reply, with_body
+from harness.proxy import Request, pass_on, reply, with_body
 
 Fault = Literal[
     "slow", "hang_up_before", "hang_up_after", "hang_up_amid", "status_500", "truncated_json", "nan_logprob"
@@ -29,7 +29,7 @@ _STATUS_500 = reply(b'{"error": {"message": "out of luck"}}', status="500 Intern
 
 
 class FlakyProxy:
-    """Passes requests on, or not; `answer` is for `programs.proxy.answering`."""
+    """Passes requests on, or not; `answer` is for `harness.proxy.answering`."""
 
     def __init__(self, server: str, *, seed: str, refused: int) -> None:
         self._server = server

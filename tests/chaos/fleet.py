@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from programs.processes import Broken, environment, guarded
-from programs.proxy import answering
-from programs.wire import ask, wait_ready
+from harness.processes import Broken, environment, guarded
+from harness.proxy import answering
+from harness.wire import ask, wait_ready
 
 from arealite.utils.network import LOOPBACK, hold_port, port_of
 from chaos.flaky_proxy import FlakyProxy

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from programs.report import say
+from harness.report import say
 
 from arealite.utils.processes import descendants, is_alive, kill_tree, send_signal
 from chaos.experiment import STEPS, Experiment, Launcher

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from programs import processes
-from programs.processes import environment, leftovers, marked
+from harness import processes
+from harness.processes import environment, leftovers, marked
 
 from arealite.rollout.account.rollout_file import read_rows
 from arealite.trainer.checkpoint import checkpoints, find_damage

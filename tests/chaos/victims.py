@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import psutil
-from programs.processes import command_of, marked
+from harness.processes import command_of, marked
 
 from arealite.utils.processes import descendants
 from chaos.experiment import AGENT_ENTRY, ENTRY

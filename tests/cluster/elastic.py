@@ -15,8 +15,8 @@ import sys
 from typing import Any
 
 from chaos.experiment import Experiment
-from programs.processes import Program, guarded
-from programs.report import make_folder, say
+from harness.processes import Program, guarded
+from harness.report import make_folder, say
 
 from arealite.api.run_folder import RunFolder
 from arealite.inference.registry import RegistryClient, RegistryError

@@ -15,8 +15,8 @@ import psutil
 from chaos.experiment import Experiment, Launcher
 from chaos.kills import Outcome
 from chaos.promises import Verdict, judge
-from programs.processes import Program, command_of, marked, wait_until
-from programs.report import conclude, print_result, say, seconds
+from harness.processes import Program, command_of, marked, wait_until
+from harness.report import conclude, print_result, say, seconds
 
 from arealite.api.run_folder import RunFolder
 from arealite.utils.files import read_jsonl

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 from chaos.experiment import Experiment
 from chaos.promises import judge
-from programs.processes import Broken, Program, command_of, guarded, wait_until
-from programs.report import make_folder, say, skip
+from harness.processes import Broken, Program, command_of, guarded, wait_until
+from harness.report import make_folder, say, skip
 
 from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.api.run_folder import RunFolder

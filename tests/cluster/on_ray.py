@@ -11,8 +11,8 @@ from __future__ import annotations
 import sys
 
 from chaos.experiment import Experiment
-from programs.processes import marked
-from programs.report import make_folder, say
+from harness.processes import marked
+from harness.report import make_folder, say
 
 from cluster.followed import PACED, ClusterRun, tell_result
 from cluster.ray_cluster import RayCluster, ray_cluster

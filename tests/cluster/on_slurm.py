@@ -15,8 +15,8 @@ import sys
 from contextlib import AbstractContextManager
 
 from chaos.experiment import Experiment
-from programs.processes import marked
-from programs.report import make_folder, say, skip
+from harness.processes import marked
+from harness.report import make_folder, say, skip
 
 from arealite.utils.processes import describe_exit, wait_gone
 from cluster.followed import PACED, ClusterRun, tell_result

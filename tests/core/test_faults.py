@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("ray")
 from cluster.ray_cluster import ray_cluster
-from programs.processes import wait_until
+from harness.processes import wait_until
 from test_equal_numbers import TRAINING, differences, launch_command, migrated, numbers_of, train, train_in_forks
 from testing_faulty_actor import PLACES
 from testing_quickstart import write_tiny_model

@@ -19,7 +19,7 @@ pytest.importorskip("ray")
 import ray
 import torch
 from cluster.ray_cluster import RayCluster, ray_cluster
-from programs.processes import wait_until
+from harness.processes import wait_until
 from tensordict import TensorDict
 from testing_groups import WIDE, Tally, Unreadable
 

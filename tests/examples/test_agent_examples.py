@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs.processes import REPOSITORY, environment, guarded, wait_until
+from harness.processes import REPOSITORY, environment, guarded, wait_until
 from testing_ports import held_port
 from testing_quickstart import WORD_PROBLEMS
 from testing_rollouts import stored_rows

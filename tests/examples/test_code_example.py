@@ -5,7 +5,7 @@ import runpy
 from pathlib import Path
 
 import pytest
-from programs.processes import REPOSITORY
+from harness.processes import REPOSITORY
 from testing_quickstart import write_tiny_model
 from testing_runs import launch, metrics
 

@@ -4,7 +4,7 @@ import runpy
 from pathlib import Path
 
 import pytest
-from programs.processes import REPOSITORY
+from harness.processes import REPOSITORY
 from testing_images import write_model
 from testing_runs import launch, metrics
 

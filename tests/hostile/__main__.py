@@ -21,7 +21,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from programs.report import conclude, print_result, say
+from harness.report import conclude, print_result, say
 
 from hostile.common import SECRET, Report, judge_text, run_part
 

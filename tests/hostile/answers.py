@@ -21,7 +21,7 @@ from concurrent.futures import TimeoutError as NotInTime
 from pathlib import Path
 from typing import Any
 
-from programs.proxy import Request, answering, pass_on, reply
+from harness.proxy import Request, answering, pass_on, reply
 from testing_raw import REPLIES
 from testing_server import ScriptedServer, serve
 

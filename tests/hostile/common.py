@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
-from programs.processes import MARKER, leftovers
+from harness.processes import MARKER, leftovers
 from testing_processes import spawn
 
 SECRET = "5e" * 32

@@ -21,7 +21,7 @@ import datasets
 import testing_forks
 import torch
 import yaml
-from programs.processes import REPOSITORY
+from harness.processes import REPOSITORY
 from recover_program import train
 from testing_registry import RunningRegistry
 from testing_workflows import IdleEngine, WaitingWorkflow

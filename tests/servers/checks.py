@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import torch
-from programs.processes import environment
+from harness.processes import environment
 from safetensors.torch import load_file
 from testing_quickstart import PAD, ROLES
 from testing_senders import Senders

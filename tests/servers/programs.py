@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from programs.processes import environment, guarded
-from programs.wire import wait_ready
+from harness.processes import environment, guarded
+from harness.wire import wait_ready
 
 from arealite import __version__
 from arealite.api.config.rollout import ColocatedConfig

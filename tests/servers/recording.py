@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from programs.wire import Answer, ask
+from harness.wire import Answer, ask
 from transformers import AutoTokenizer
 
 from arealite.api.io_struct import ModelRequest

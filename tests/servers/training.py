@@ -17,7 +17,7 @@ from typing import Any
 
 from chaos import promises
 from chaos.experiment import Experiment
-from programs.report import say
+from harness.report import say
 from testing_quickstart import write_tiny_model
 
 from arealite.utils.files import read_jsonl

@@ -9,7 +9,7 @@ import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
-from programs.processes import Program, wait_until
+from harness.processes import Program, wait_until
 
 
 @dataclass(frozen=True)
