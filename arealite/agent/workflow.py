@@ -97,9 +97,10 @@ class AgentWorkflow(RolloutWorkflow):
             reward = await self._reward(session, data)
         finally:
             await asyncio.shield(self._proxy.end(session))
-        if reward is None:
-            return None
-        return await session.tokenized(rows_of, session, reward, sample, self.turn_discount)
+        return None if reward is None else await session.tokenized(self._rows, session, reward, sample)
+
+    def _rows(self, session: Session, reward: Any, sample: int) -> TensorDict:
+        return rows_of(session, reward, sample, self.turn_discount)
 
     async def _reward(self, session: Session, data: dict[str, Any]) -> Any:
         """Run the agent until it or its episode ends, and return its reward."""
@@ -147,8 +148,7 @@ def rows_of(session: Session, reward: Any, sample: int, turn_discount: float) ->
         **{name: run.counts[name] for name in ("malformed_calls", "special_text")},
         **{f"branch_{reason}": run.branches[reason] for reason in _BRANCHES},
     }
-    num_rows = rows.batch_size[0]
-    return rows.update({f"agent/{name}": torch.full((num_rows,), float(n)) for name, n in metrics.items()})
+    return rows.update({f"agent/{name}": torch.full(rows.batch_size, float(n)) for name, n in metrics.items()})
 
 
 def as_rewards(reward: Any, run: Run) -> tuple[float, dict[str, float]]:
