@@ -51,7 +51,7 @@ def runs_on(program: Program, *, reloads_tied: bool) -> list[Run]:
     asleep = Run(
         "asleep",
         False,
-        {"allocation_mode": f"{program.name}.d1|d1"},
+        {"allocation_mode": f"{program.name}.d1|d1"} | disk,
         sleeps_by={"sglang": "POST /release_memory_occupation", "vllm": "POST /sleep"}[program.name],
     )
     if reloads_tied:
