@@ -21,7 +21,11 @@ KEYS = {
 }
 
 
-@pytest.mark.parametrize("kind", [kind for kind in TRAINERS if kind != "null"])  # test_evaluation_example.py
+def test_every_trainer_is_run() -> None:
+    assert {*TRAINERS} == {*KEYS, "eval", "null"}, "evaluation has a test of its own"
+
+
+@pytest.mark.parametrize("kind", KEYS)
 def test_a_ready_made_trainer_trains(kind: str, model: Path, tmp_path: Path) -> None:
     keys = [f"trainer.{kind}.{key}" for key in KEYS[kind].format(model=model).split()]
     arealite(f"trainer.type={kind}", *SMALL.split(), *keys, cwd=tmp_path)
