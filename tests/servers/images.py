@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -77,7 +78,13 @@ def _continued(engine: RemoteInferenceEngine, actor: FSDPPPOActor, batch: Tensor
     row = batch[:1].clone()
     start = int(row["loss_mask"][0].nonzero()[0])
     ids: list[int] = row["input_ids"][0, :start].tolist()
-    sampled: Sequence[int] = row["input_ids"][0, start : start + 5].tolist()
+    # SGLang refuses a prompt with `<|video_pad|>`, which an untrained model samples by chance, too.
+    added = set(load_hf_tokenizer(actor.config.path).get_added_vocab().values())
+    texts = [
+        itertools.takewhile(lambda token: token not in added, one[start : start + 5])
+        for one in batch["input_ids"].tolist()
+    ]
+    sampled: Sequence[int] = max(map(list, texts), key=len)
     request = ModelRequest(
         ids,
         GenerationHyperparameters(max_new_tokens=12),
