@@ -50,7 +50,7 @@ MAY_IMPORT = {
 
 ROOM_CEILINGS = {
     "__init__.py": 93,
-    "agent": 1808,
+    "agent": 1807,
     "algorithms": 915,
     "api": 2804,
     "chat": 483,
@@ -58,7 +58,7 @@ ROOM_CEILINGS = {
     "core": 2162,
     "dataset": 877,
     "engine": 2090,
-    "generation": 960,
+    "generation": 965,
     "inference": 2458,
     "launcher": 2734,
     "planner": 101,
@@ -66,7 +66,7 @@ ROOM_CEILINGS = {
     "rollout": 2269,
     "server": 613,
     "trainer": 882,
-    "utils": 2037,
+    "utils": 2053,
     "viewer": 1165,
     "watchdog": 217,
     "weights": 190,
@@ -74,9 +74,9 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 28367,
+    "code of the package": 28387,
     "files of a GRPO run": 130,
-    "code of a GRPO run": 17664,
+    "code of a GRPO run": 17685,
     "import depth": 18,
     "keys of a GRPO config": 357,
     "lines of pages": 5671,

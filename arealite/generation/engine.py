@@ -82,7 +82,7 @@ class GenerationEngine:
         self._scheduler = Scheduler(self._table, slots=slots, max_prefill_tokens=max_tokens)
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._gate = threading.Lock()  # guards `stopped`: no message enters the inbox after its last read
-        self._is_paused = self._is_closing = self._awaits_weights = False
+        self._is_paused = self._is_closing = self._awaits_weights = self._has_cancelled = False
         self._rows: SamplingRows | None = None  # parameters of the running sequences; None after those have changed
         self._logged_tokens, self._paused_s, self._unlogged_s = 0, 0.0, 0.0
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
@@ -207,9 +207,16 @@ class GenerationEngine:
             self._inbox.put(message)
 
     def _forget_cancelled(self, sequence: Sequence) -> None:
+        """Drop a sequence whose future was cancelled, and in one scan all others that were cancelled meanwhile."""
         if sequence.future.cancelled():
+            self._has_cancelled = True
             with contextlib.suppress(GenerationError):  # the engine has ended and dropped all sequences
-                self._post(lambda: self._abort(lambda queued: queued is sequence))
+                self._post(self._drop_cancelled)
+
+    def _drop_cancelled(self) -> None:
+        if self._has_cancelled:
+            self._has_cancelled = False
+            self._abort(lambda sequence: sequence.future.cancelled())
 
     # Called from the engine's thread
 

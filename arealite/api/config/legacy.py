@@ -376,7 +376,7 @@ def without_placements(sources: Mapping[str, Tree], changes: list[Change]) -> di
     new = {f"workers.{role}.{name}": value for role, wish in workers.items() for name, value in wish.items()}
     words = " ".join(f"{name}={value}" for name, value in new.items())
     Change(key, {key: mode, **new}).report(changes, as_words=f"{mode} with {words}")
-    plain[last] = OmegaConf.to_container(OmegaConf.merge({key: mode, "workers": workers}, plain[last]))
+    plain[last] = OmegaConf.to_container(OmegaConf.merge(plain[last], {key: mode, "workers": workers}))
     return plain
 
 

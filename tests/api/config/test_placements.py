@@ -83,6 +83,13 @@ def test_the_command_line_changes_a_placement_or_replaces_all(tmp_path: Path) ->
     assert (config.allocation_mode, config.workers) == ("sglang.d4+d2", None)
 
 
+@pytest.mark.parametrize("empty", ["workers:\n", "workers:\n  actor:\n"])
+def test_an_empty_block_keeps_the_placement(tmp_path: Path, empty: str) -> None:
+    """Its keys may all be commented out."""
+    workers = load(tmp_path, PER_CALL + empty).workers
+    assert (workers.actor.ranks, workers.actor.strategy) == (8, "STRICT_PACK")
+
+
 PLACEMENTS = [
     (["rollout.backend=tgi"], "allocation_mode.actor_gen", "2 GPUs and tgi"),
     (["workers.actor=2"], "workers.actor", "2 on the command line"),
