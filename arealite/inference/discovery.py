@@ -158,12 +158,14 @@ class Membership:
     def _remove_dead(self, server: Server) -> None:
         """Remove a member that does not answer, also from the registry: a server that lives registers anew."""
         if (entry := self._taken.get(server.address)) is not None:
-            self._let_go(server.address, "is gone")
-            self._tasks.start(self._delete(entry))
+            self._tasks.start(self._delete(entry), ("delete", entry.incarnation))
 
     async def _delete(self, entry: ServerEntry) -> None:
+        """Keep the member while the registry can't be asked: its entry would not change, and nobody would meet it."""
         with contextlib.suppress(RegistryError):
             await self._registry.remove(entry.incarnation)
+            if self._taken.get(entry.address) is entry:
+                self._let_go(entry.address, "is gone")
 
     async def _take(self, entry: ServerEntry) -> None:
         """Contact a server until that succeeds, and add it to the pool, unless it has left meanwhile."""

@@ -27,7 +27,7 @@ from arealite.api.io_struct import ModelRequest, ModelResponse
 from arealite.inference.backends.lite import LiteBackend
 from arealite.inference.http import ServerConnection, StatusError
 from arealite.inference.pool import NO_VERSION, Server, ServerFacts, ServerPool
-from arealite.inference.registry import RegistryClient, RemovedError, ServerEntry
+from arealite.inference.registry import RegistryClient, RegistryError, RemovedError, ServerEntry
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.utils.processes import REGISTRY_VARIABLE
 from arealite.utils.secret import SECRET_VARIABLE, ensure_secret
@@ -225,6 +225,32 @@ def test_a_server_that_does_not_answer_for_long_is_removed_also_from_the_registr
     with pytest.raises(RemovedError):
         registry.put("server-1", dead.address)
     assert generate(engine).server == alive.address
+
+
+def test_a_server_is_removed_only_once_the_registry_can_be_asked(
+    stack: contextlib.ExitStack, registry: RunningRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer's node may be cut off: with the entry unchanged, nobody would meet a living server again."""
+    alive, dead, attempts = serving(stack), ScriptedServer(), []
+    with serve(dead):
+        registry.put("server-0", alive.address)
+        registry.put("server-1", dead.address)
+        engine = connect(stack, 2)
+        assert engine._membership is not None
+        client = engine._membership._registry
+        remove = client.remove
+
+        async def cut_off_twice(incarnation: str) -> None:
+            attempts.append(list(addresses(engine)))
+            if len(attempts) < 3:
+                raise RegistryError("no network")
+            await remove(incarnation)
+
+        monkeypatch.setattr(client, "remove", cut_off_twice)
+        health = engine._completions.health
+        health._idle_s, health._health_s, health._dead_s = 0.2, 0.5, 0.2
+    until(lambda: addresses(engine) == [alive.address] and list(registry.servers) == ["server-0"])
+    assert attempts == 3 * [[alive.address, dead.address]]
 
 
 def test_a_server_that_started_anew_has_unknown_weights(stack: contextlib.ExitStack, registry: RunningRegistry) -> None:
