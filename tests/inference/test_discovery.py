@@ -241,7 +241,7 @@ def test_a_server_is_removed_only_once_the_registry_can_be_asked(
         remove = client.remove
 
         async def cut_off_twice(incarnation: str) -> None:
-            attempts.append(list(addresses(engine)))
+            attempts.append(len(addresses(engine)))
             if len(attempts) < 3:
                 raise RegistryError("no network")
             await remove(incarnation)
@@ -250,7 +250,7 @@ def test_a_server_is_removed_only_once_the_registry_can_be_asked(
         health = engine._completions.health
         health._idle_s, health._health_s, health._dead_s = 0.2, 0.5, 0.2
     until(lambda: addresses(engine) == [alive.address] and list(registry.servers) == ["server-0"])
-    assert attempts == 3 * [[alive.address, dead.address]]
+    assert attempts == [2, 2, 2], "it is a member until then"
 
 
 def test_a_server_that_started_anew_has_unknown_weights(stack: contextlib.ExitStack, registry: RunningRegistry) -> None:
