@@ -59,8 +59,8 @@ ROOM_CEILINGS = {
     "dataset": 877,
     "engine": 2090,
     "generation": 965,
-    "inference": 2460,
-    "launcher": 2734,
+    "inference": 2459,
+    "launcher": 2732,
     "planner": 101,
     "reward": 618,
     "rollout": 2269,
@@ -74,9 +74,9 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 28389,
+    "code of the package": 28386,
     "files of a GRPO run": 130,
-    "code of a GRPO run": 17687,
+    "code of a GRPO run": 17684,
     "import depth": 18,
     "keys of a GRPO config": 357,
     "lines of pages": 5671,

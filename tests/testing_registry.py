@@ -37,7 +37,7 @@ class RunningRegistry:
 
     def put(self, name: str, address: str, state: str = "ready", life: int = 1, **changes: Any) -> None:
         """Write the entry of a server; another `life` is a server that has started anew."""
-        fields = {"backend": "lite", "node": "here", "detail": "", "since": time.time(), **changes}
+        fields = {"backend": "lite", "detail": "", "since": time.time(), **changes}
         entry = ServerEntry(name, address, incarnation=f"{name}-{life}", state=state, **fields)  # type: ignore[arg-type]
         self.wait(self.registry.put(entry))
 

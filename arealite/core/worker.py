@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import pickle
@@ -185,20 +186,19 @@ def _pickled(outcome: Outcome) -> bytes:
         return cloudpickle.dumps(outcome)
     except Exception as error:  # a value's class may raise anything
         kind = type(outcome.value).__name__
-        change = "Return a tensor, numbers or plain data."
-        message = f"a call must return a value that can be pickled: got {kind}, and {error}. {change}"
+        message = f"a call must return a value that can be pickled: got {kind}, and {error}. Return plain data."
         return cloudpickle.dumps(Outcome(error=TypeError(message)))
 
 
 def portable(error: BaseException) -> BaseException:
-    """Return the error if it can be pickled, else a RuntimeError with its text and attributes such as notes."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # its class may raise anything
-        plain = RuntimeError(f"{type(error).__name__}: {error}")
-        vars(plain).update({name: vars(error)[name] for name in ("__notes__", "is_agreed") if name in vars(error)})
-        return plain
-    return error
+    """Return the error if pickling keeps its notes and `is_agreed`, else a RuntimeError with its text and these."""
+    kept = {name: vars(error)[name] for name in ("__notes__", "is_agreed") if name in vars(error)}
+    with contextlib.suppress(Exception):  # its class may raise anything
+        if kept.items() <= vars(pickle.loads(pickle.dumps(error))).items():
+            return error
+    plain = RuntimeError(f"{type(error).__name__}: {error}")
+    vars(plain).update(kept)
+    return plain
 
 
 def write_output_to(path: Path) -> None:

@@ -91,7 +91,7 @@ class Completions:
             await self.backend.take_over(connection)
             if await self.health.answers_by(deadline, address):
                 return facts
-        raise ServerError(
+        raise UnreachableError(
             f"every inference server must answer GET /health within {self.config.setup_timeout:g} s: got no answer "
             f"from {address}. Look at its log, or raise rollout.setup_timeout."
         )

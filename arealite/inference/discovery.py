@@ -1,9 +1,9 @@
 """Keeps the pool of servers in step with the run's registry: registered servers join, departed ones are removed.
 
-A server that is ready is contacted in the background and joins with unknown weights, so it gets requests only after a
-weight update. A failed contact is repeated with backoff, unless the server refuses or does not fit. A member leaves
-when its entry vanishes, or when it does not answer /health for long. Invariant: a registry that does not answer changes
-nothing, and one that has started anew, with an empty list, removes nobody.
+A server that is ready is contacted in the background and joins; once weights were updated, its own are unknown, so it
+gets requests only after the next update. A failed contact is repeated with backoff, unless the server refuses or does
+not fit. A member leaves when its entry vanishes, or when it does not answer /health for long. Invariant: a registry
+that does not answer changes nothing, and one that has started anew, with an empty list, removes nobody.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import sys
 import time
 
 from arealite.api.cli_args import InferenceEngineConfig
-from arealite.api.errors import ConfigError, ServerError
+from arealite.api.errors import ConfigError, ServerError, UnreachableError
 from arealite.api.run_folder import RunFolder
 from arealite.inference.completions import Completions
 from arealite.inference.http import StatusError, deadline_in
@@ -77,7 +77,7 @@ class Membership:
     def __init__(self, completions: Completions, registry: Registry | RegistryClient) -> None:
         self.num_joined = self.num_left = 0  # members that joined after the start of the run, and that were removed
         self._completions, self._registry = completions, registry
-        self._config, self._servers = completions.config, completions.servers
+        self._config, self._servers, self._health = completions.config, completions.servers, completions.health
         self._view = View("", "", {})  # the last one
         self._taken: dict[str, ServerEntry] = {}  # by address: members, servers being contacted, and rejected servers
         self._failures: dict[str, Exception] = {}  # by address: what went wrong at the last contact
@@ -86,7 +86,8 @@ class Membership:
         self._changed = asyncio.Event()  # wakes `wait_for`
         self._tasks = BackgroundTasks("noticing which servers come and go", logger, self._changed.set)
         self._tasks.start(self._watch())
-        completions.health.on_dead = self._remove_dead
+        if not self._config.servers_sleep:  # one that hangs on the trainer's GPU must still be told to sleep
+            self._health.on_dead = self._remove_dead
 
     async def wait_for(self, count: int) -> None:
         """Wait until so many servers are members; raise at once if one does not fit the run."""
@@ -181,6 +182,9 @@ class Membership:
                 facts = await self._completions.meet(address)
             except (ServerError, ConfigError) as error:
                 failure = error
+                dead_at = deadline_in(self._health.dead_s)
+                if isinstance(error, UnreachableError) and not await self._health.answers_by(dead_at, address):
+                    await self._delete(entry)  # else it stays listed as ready, and nobody starts another
             if self._taken.get(address) is not entry:
                 return
             if failure is None:
@@ -195,6 +199,8 @@ class Membership:
             if is_final:
                 return
             await asyncio.sleep(pause_s)
+            if self._taken.get(address) is not entry:
+                return
         self._failures.pop(address, None)
         self._servers.add(address, facts)
         self._changed.set()

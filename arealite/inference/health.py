@@ -28,23 +28,15 @@ _MAX_SICK_PAUSE_S = 60.0
 class Health:
     """Watches the serving servers; lives in one event loop."""
 
-    def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        servers: ServerPool,
-        may_generate: asyncio.Event,
-        *,
-        quiet_s: float = 4.0,
-        health_s: float = 8.0,
-        idle_s: float = 15.0,
-        dead_s: float = 20.0,
-    ) -> None:
+    quiet_s, idle_s = 4.0, 15.0  # silence after which a server with and without requests is asked for /health
+    health_s, dead_s = 8.0, 20.0  # deadline of the answer; a removed server that does not return in `dead_s` is dead
+
+    def __init__(self, session: aiohttp.ClientSession, servers: ServerPool, may_generate: asyncio.Event) -> None:
         """No server is examined while `may_generate` is cleared: a paused one may be silent."""
         self.session = session
         self._servers = servers
         self._may_generate = may_generate
-        self._quiet_s, self._health_s, self._idle_s, self._dead_s = quiet_s, health_s, idle_s, dead_s
-        self.on_dead: Callable[[Server], None] = lambda server: None  # called for one that does not return in `dead_s`
+        self.on_dead: Callable[[Server], None] = lambda server: None  # called for a dead one
         self._timeouts: defaultdict[Server, set[asyncio.Timeout]] = defaultdict(set)  # one per request in flight
         self._heard_at: defaultdict[Server, float] = defaultdict(float)  # when a server last replied
         self._tasks = BackgroundTasks("watching which servers answer", logger)
@@ -62,7 +54,7 @@ class Health:
         except TimeoutError:
             raise UnreachableError(
                 f"a request to http://{server.address} must reach a live server: got no answer to /health within "
-                f"{self._health_s:g} s. Look at its log; the request goes to another server."
+                f"{self.health_s:g} s. Look at its log; the request goes to another server."
             ) from None
         finally:
             timeouts.discard(timeout)
@@ -88,7 +80,7 @@ class Health:
     async def dead_among(self, servers: Iterable[Server]) -> list[Server]:
         """Return the servers that don't answer /health, and remove them until they do."""
         asked = list(servers)
-        answers = await asyncio.gather(*(self._answers(server.address, "/health", self._health_s) for server in asked))
+        answers = await asyncio.gather(*(self._answers(server.address, "/health", self.health_s) for server in asked))
         dead = [server for server, is_healthy in zip(asked, answers, strict=True) if is_healthy is False]
         for server in dead:
             self.suspect(server)
@@ -98,7 +90,7 @@ class Health:
         """GET an endpoint with growing pauses until it answers; return whether it did by the deadline."""
         loop, pause_s = asyncio.get_running_loop(), _FIRST_PAUSE_S
         while (left_s := deadline - loop.time()) > 0:
-            if await self._answers(address, endpoint, min(left_s, self._health_s)):
+            if await self._answers(address, endpoint, min(left_s, self.health_s)):
                 return True
             await asyncio.sleep(min(pause_s, max(0.0, deadline - loop.time())))
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
@@ -107,9 +99,9 @@ class Health:
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(self._quiet_s / 4)
+            await asyncio.sleep(self.quiet_s / 4)
             for server in {*self._timeouts, *self._servers.serving}:
-                quiet_s = self._quiet_s if self._timeouts[server] else self._idle_s
+                quiet_s = self.quiet_s if self._timeouts[server] else self.idle_s
                 is_asked = bool(self._timeouts[server]) or server.state == "serving"
                 if is_asked and loop.time() - self._heard_at[server] > quiet_s and self._may_generate.is_set():
                     self._tasks.start(self._examine(server), ("examine", server))
@@ -117,7 +109,7 @@ class Health:
     async def _examine(self, server: Server) -> None:
         """Ask a silent server for /health; if that fails, take its requests away when another server serves."""
         asked_at = asyncio.get_running_loop().time()
-        if await self._answers(server.address, "/health", self._health_s) is not False:
+        if await self._answers(server.address, "/health", self.health_s) is not False:
             self._heard_at[server] = asked_at
         if self._heard_at[server] >= asked_at or not self._may_generate.is_set():
             return
@@ -128,9 +120,9 @@ class Health:
 
     async def _readmit(self, server: Server, pause_s: float) -> None:
         await asyncio.sleep(pause_s)
-        dead_at = deadline_in(self._dead_s)
+        dead_at = deadline_in(self.dead_s)
         while server in self._servers.servers:
-            if await self.answers_by(deadline_in(self._health_s), server.address):
+            if await self.answers_by(deadline_in(self.health_s), server.address):
                 self._servers.restore(server)
                 logger.warning("server %s answers again", server.address)
                 return

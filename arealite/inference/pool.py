@@ -66,6 +66,7 @@ class ServerPool:
         self._clock = clock
         self.on_change: Callable[[], None] | None = None  # called after every change, in the thread that made it
         self.version = 0  # of the newest published weights
+        self._started_with = NO_VERSION  # version with which servers are started; unknown after the first update
         self._servers: dict[str, Server] = {}
         self._sticky: OrderedDict[str, str] = OrderedDict()
         self._shown: dict[str, int] = {}  # versions of the servers of the last view
@@ -100,9 +101,9 @@ class ServerPool:
                 self.mark_weights_lost(server, version)
 
     def add(self, address: str, facts: ServerFacts = ServerFacts()) -> None:
-        """Add a server whose weights are unknown; a member stays as it is."""
-        self._servers.setdefault(address, Server(address, facts))
-        self._notify()
+        """Add a server, whose weights are unknown after the first weight update; a member stays as it is."""
+        self._servers.setdefault(address, Server(address, facts, version=self._started_with))
+        self._settle()
 
     def remove(self, address: str) -> bool:
         """Send nothing more to a server; requests in flight end as they may. Return whether it was a member."""
@@ -110,9 +111,14 @@ class ServerPool:
         self._notify()
         return was_member
 
+    def begin(self, version: int) -> None:
+        """Trust members, and servers that join before the first weight update, to be started with `version`."""
+        self.advance(self.servers, version)
+        self._started_with = version
+
     def advance(self, receivers: Iterable[Server], version: int) -> None:
         """Make `version` the newest one, which these servers hold; others get no requests from now on."""
-        self.version = version
+        self.version, self._started_with = version, NO_VERSION
         for server in receivers:
             server.version, server.state, server.num_failures = version, "serving", 0
         self._settle()

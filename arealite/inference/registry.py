@@ -53,7 +53,6 @@ class ServerEntry:
     name: Annotated[str, Field(pattern=r"^[\w.-]{1,200}$")]
     address: Annotated[str, AfterValidator(check_address)]  # host:port
     backend: str
-    node: str  # name of its node
     incarnation: Annotated[str, Field(min_length=1, max_length=64)]  # unique to one life of a server
     state: Literal["loading", "ready"]
     detail: str  # while it loads, the last line of its log

@@ -188,7 +188,7 @@ class RemoteInferenceEngine(InferenceEngine):
             await self._membership.wait_for(self.config.num_servers)
         await completions.load_vocabulary()
         heartbeat.report("servers", lambda: {one.address: one.outstanding_tokens for one in self.servers.servers})
-        self.servers.advance(self.servers.servers, self._version)
+        self.servers.begin(self._version)
 
     def _open(self, secret: str | None) -> Completions:
         """Make the client itself, which has no servers yet (in the loop)."""

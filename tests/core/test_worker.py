@@ -1,5 +1,7 @@
 """What a worker makes of the calls that it gets, without Ray around it."""
 
+import json
+import pickle
 from typing import Any
 
 import pytest
@@ -98,3 +100,12 @@ def test_an_error_that_can_not_be_passed_on_keeps_its_words_and_notes() -> None:
     told = portable(error)
     assert str(told) == "BadRow: row 3 is bad: no answer"
     assert told.__notes__ == ["on a rollout worker:\n  my_workflow.py:12"]
+
+
+def test_an_error_stays_agreed_on_if_its_pickle_drops_attributes() -> None:
+    with pytest.raises(json.JSONDecodeError) as raised:
+        json.loads("{")
+    vars(raised.value)["is_agreed"] = True
+    plain = portable(raised.value)
+    assert vars(pickle.loads(pickle.dumps(plain)))["is_agreed"] and str(plain).startswith("JSONDecodeError: Expecting")
+    assert portable(agreed := ValueError("no row")) is agreed

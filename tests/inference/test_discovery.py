@@ -156,7 +156,7 @@ def test_without_a_launcher_the_trainer_keeps_the_registry(
     def join() -> None:
         until(file.exists)
         secret = ensure_secret(file.parent)
-        entry = ServerEntry("server-0", server.address, "lite", "here", "x", "ready", "", time.time())
+        entry = ServerEntry("server-0", server.address, "lite", "x", "ready", "", time.time())
         asyncio.run(RegistryClient(file, secret).put(entry))
 
     joining = threading.Thread(target=join)
@@ -169,16 +169,30 @@ def test_without_a_launcher_the_trainer_keeps_the_registry(
     assert not file.exists()
 
 
-def test_a_newcomer_idles_until_it_has_weights(stack: contextlib.ExitStack, registry: RunningRegistry) -> None:
+def test_a_newcomer_serves_at_once_until_weights_were_updated(
+    stack: contextlib.ExitStack, registry: RunningRegistry
+) -> None:
+    """An evaluation never updates weights, and its servers may start anew."""
     first, second = serving(stack), serving(stack)
     registry.put("server-0", first.address)
     engine = connect(stack, 1)
+    registry.put("server-0", first.address, life=2)
+    registry.put("server-1", second.address)
+    until(lambda: len(engine.servers.serving) == 2 and engine.metrics()["servers/joined"] == 2)
+    assert len({generate(engine, rid=str(index)).server for index in range(6)}) == 2
+
+
+def test_a_newcomer_idles_until_it_has_weights(stack: contextlib.ExitStack, registry: RunningRegistry) -> None:
+    first, second = serving(stack, version=1), serving(stack)
+    registry.put("server-0", first.address)
+    engine = connect(stack, 1)
+    publish(engine, 1)
     registry.put("server-1", second.address)
     until(lambda: len(engine.servers.servers) == 2)
     assert [one.address for one in engine.servers.joining] == [second.address]
     assert {generate(engine, rid=str(index)).server for index in range(6)} == {first.address}
-    publish(engine, 1)
-    second.version = first.version = 1
+    publish(engine, 2)
+    second.version = first.version = 2
     assert {generate(engine, rid=str(index)).server for index in range(12)} == {first.address, second.address}
     metrics = engine.metrics()
     assert (metrics["servers/live"], metrics["servers/joined"], metrics["servers/left"]) == (2, 1, 0)
@@ -220,11 +234,41 @@ def test_a_server_that_does_not_answer_for_long_is_removed_also_from_the_registr
         registry.put("server-1", dead.address)
         engine = connect(stack, 2)
         health = engine._completions.health
-        health._idle_s, health._health_s, health._dead_s = 0.2, 0.5, 0.2
+        health.idle_s, health.health_s, health.dead_s = 0.2, 0.5, 0.2
     until(lambda: addresses(engine) == [alive.address] and list(registry.servers) == ["server-0"])
     with pytest.raises(RemovedError):
         registry.put("server-1", dead.address)
     assert generate(engine).server == alive.address
+
+
+def test_a_server_that_died_before_it_was_contacted_is_removed_also_from_the_registry(
+    stack: contextlib.ExitStack, registry: RunningRegistry
+) -> None:
+    registry.put("server-0", serving(stack).address)
+    connect(stack, 1, setup_timeout=1.0)._completions.health.dead_s = 0.5
+    dead = ScriptedServer()
+    with serve(dead):
+        pass
+    registry.put("joined", dead.address)
+    until(lambda: list(registry.servers) == ["server-0"])
+    with pytest.raises(RemovedError):
+        registry.put("joined", dead.address)
+
+
+def test_a_server_that_shares_the_trainers_gpu_is_not_removed_from_the_registry(
+    stack: contextlib.ExitStack, registry: RunningRegistry
+) -> None:
+    """It may only hang, and must be told to sleep before the trainer computes."""
+    alive, dead = serving(stack), ScriptedServer()
+    with serve(dead):
+        registry.put("server-0", alive.address)
+        registry.put("server-1", dead.address)
+        engine = connect(stack, 2, servers_sleep=True)
+        health = engine._completions.health
+        health.idle_s, health.health_s, health.dead_s = 0.2, 0.5, 0.0
+    until(lambda: [one.address for one in engine.servers.serving] == [alive.address])
+    time.sleep(2.0)
+    assert set(registry.servers) == {"server-0", "server-1"} and len(addresses(engine)) == 2
 
 
 def test_a_server_is_removed_only_once_the_registry_can_be_asked(
@@ -248,7 +292,7 @@ def test_a_server_is_removed_only_once_the_registry_can_be_asked(
 
         monkeypatch.setattr(client, "remove", cut_off_twice)
         health = engine._completions.health
-        health._idle_s, health._health_s, health._dead_s = 0.2, 0.5, 0.2
+        health.idle_s, health.health_s, health.dead_s = 0.2, 0.5, 0.2
     until(lambda: addresses(engine) == [alive.address] and list(registry.servers) == ["server-0"])
     assert attempts == [2, 2, 2], "it is a member until then"
 
@@ -275,6 +319,7 @@ def test_a_registry_that_does_not_answer_changes_nothing(
     registry.put("server-0", first.address)
     registry.put("server-1", second.address)
     engine = connect(stack, 2)
+    publish(engine, 0)
     registry.close()
     until(lambda: any("not noticed for the time being" in line for line in caplog.messages))
     assert {generate(engine, rid=str(index)).server for index in range(8)} == {first.address, second.address}
@@ -298,6 +343,7 @@ def test_capacity_follows_the_members_up_to_what_is_configured(
     engine = connect(stack, 2, consumer_batch_size=10, max_concurrent_rollouts=limit)
     account = engine._require_executor()._account
     assert account.max_concurrent == 10
+    publish(engine, 0)
     registry.put("server-2", servers[2].address)
     until(lambda: len(engine.servers.servers) == 3)
     assert account.max_concurrent == 10, "who has no weights adds nothing"
@@ -412,8 +458,6 @@ def test_requests_wait_while_no_server_is_there(stack: contextlib.ExitStack, reg
     time.sleep(1.0)
     assert not responses
     registry.put("server-1", second.address)
-    until(lambda: len(engine.servers.joining) == 1)
-    publish(engine, 0)
     thread.join(LIMIT_S)
     seed = first.requests[0]["sampling_params"]["sampling_seed"]
     assert responses[0].output_tokens == [token_at(seed, 3 + index) for index in range(100)]

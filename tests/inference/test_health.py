@@ -73,7 +73,8 @@ async def watching(*addresses: str) -> AsyncIterator[tuple[Health, list[Server],
         servers.add(address)
     servers.advance(servers.servers, 0)
     async with open_session(SECRET) as session:
-        health = Health(session, servers, may_generate, quiet_s=QUIET_S, health_s=HEALTH_S)
+        health = Health(session, servers, may_generate)
+        health.quiet_s, health.health_s = QUIET_S, HEALTH_S
         yield health, servers.servers, may_generate
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()

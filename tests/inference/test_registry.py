@@ -43,7 +43,7 @@ NO_ADDRESSES = (
     "h:1\n",
     ":1",
 )
-ENTRY = ServerEntry("server-0", "10.0.0.1:80", "lite", "node1", "first", "ready", "", 12.5)
+ENTRY = ServerEntry("server-0", "10.0.0.1:80", "lite", "first", "ready", "", 12.5)
 OTHER = replace(ENTRY, name="server-1", address="10.0.0.2:80", incarnation="other")
 
 

@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import contextlib
 import os
-import platform
 import re
 import signal
 import socket
@@ -57,7 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--name", required=True, help="name of the server in its run")
     parser.add_argument("--host", default=LOOPBACK, help="address by which trainers reach this node")
     parser.add_argument("--port", type=int, default=0, help="0 is any free one")
-    parser.add_argument("--node", default=platform.node(), help="name of this node, for messages")
     parser.add_argument("--setup-timeout", type=float, default=600.0, help="seconds in which it must become ready")
     parser.add_argument(
         "--registry",
@@ -206,7 +204,7 @@ def _hold(args: argparse.Namespace) -> socket.socket:
 def _registration(args: argparse.Namespace, address: str) -> Registration:
     """Describe the server to its run, if it has one."""
     incarnation = uuid.uuid4().hex
-    entry = ServerEntry(args.name, address, args.backend, args.node, incarnation, "loading", "starting", time.time())
+    entry = ServerEntry(args.name, address, args.backend, incarnation, "loading", "starting", time.time())
     if not args.registry:
         return Registration(None, entry)
     if (secret := secret_of_environment()) is None:
