@@ -51,15 +51,15 @@ MAY_IMPORT = {
 ROOM_CEILINGS = {
     "__init__.py": 93,
     "agent": 1807,
-    "algorithms": 915,
+    "algorithms": 860,
     "api": 2804,
     "chat": 483,
-    "cli": 2209,
+    "cli": 2190,
     "core": 2162,
     "dataset": 877,
     "engine": 2090,
     "generation": 965,
-    "inference": 2459,
+    "inference": 2458,
     "launcher": 2732,
     "planner": 101,
     "reward": 618,
@@ -74,9 +74,9 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 28386,
+    "code of the package": 28311,
     "files of a GRPO run": 130,
-    "code of a GRPO run": 17684,
+    "code of a GRPO run": 17683,
     "import depth": 18,
     "keys of a GRPO config": 357,
     "lines of pages": 5671,

@@ -57,7 +57,7 @@ SNIPPETS = {
 SHOWN = {
     ("README.md", "for step in range("): "the loop of examples/arealite/gsm8k_grpo.py",
     ("README.md", "def score("): "a signature",
-    ("docs/own-loss.md", "  warning  at ratio 1"): "an output, which is compared below",
+    ("docs/own-loss.md", "half_blame("): "an output, which is compared below",
     ("docs/one-gpu.md", "memory    the run needs"): "an output, which is compared below",
     ("docs/core.md", "+from arealite.core.workers"): "tests/core/test_equal_numbers.py trains with these edits",
 }
@@ -244,7 +244,7 @@ def test_the_memory_plan_is_what_check_prints(
     assert memory.partition(" of ")[0] in told and " ".join(table) in told
 
 
-def test_the_warning_of_a_loss_is_what_check_loss_prints(
+def test_what_check_loss_prints_of_the_loss_is_on_its_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (loss,) = (block.text for block in ALL if block.page == "docs/own-loss.md" and block.text.startswith("# my_loss"))
@@ -252,7 +252,7 @@ def test_the_warning_of_a_loss_is_what_check_loss_prints(
     monkeypatch.chdir(tmp_path)
     assert main(["check-loss", "my_loss.py"]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert " ".join(shown_on("docs/own-loss.md", "  warning  at ratio 1")) in told
+    assert " ".join(shown_on("docs/own-loss.md", "half_blame(")) in told
 
 
 def test_every_block_is_typed_or_has_a_reason() -> None:
