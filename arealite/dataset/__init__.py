@@ -14,7 +14,7 @@ from typing import Any, Literal
 from arealite.api.cli_args import BaseExperimentConfig, DatasetConfig
 from arealite.dataset.loader import Mixture, names_of, other_sources, weights_of
 from arealite.dataset.prepare import Tools, prepare_rows
-from arealite.dataset.rows import ListRows, Row, Rows
+from arealite.dataset.rows import Row, Rows
 from arealite.dataset.sources import MissingSplitError, is_one_file, read_rows
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def load_datasets(
     if tokenizer.chat_template is None:
         logger.warning("the tokenizer has no chat template: prompts are plain texts, without roles.")
     if not train.path and valid is not None:
-        return Rows(ListRows([])), prepare_rows(_read_whole(valid, config.seed), valid, tools)
+        return Rows([]), prepare_rows(_read_whole(valid, config.seed), valid, tools)
     rows, held_out, first_held_out = read_rows(train, train.split or "train", config.seed), None, 0
     if valid is not None:
         is_file = is_one_file(valid.path)

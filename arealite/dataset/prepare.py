@@ -1,10 +1,8 @@
 """Converts rows of a source to prompts, demonstrations or pairs: each row is checked, tokenized and counted once.
 
-The result is a data set in the cache of `datasets`. One process of those that share the cache writes it under the lock
-of that library; the others wait for the lock and map what was written.
+The result is a table in the cache of `datasets`, which one process writes, see `written`.
 """
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -16,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from datasets.exceptions import DatasetGenerationError
 
 from arealite import chat
 from arealite.api.config.data import PAIRS, DatasetConfig
 from arealite.chat.template import demonstration, prompt_tokens
-from arealite.dataset.rows import CHUNK, ArrowRows, Row, Rows, checksum_of, digest_of, digest_of_row
+from arealite.dataset.rows import CHUNK, Row, Rows, checksum_of, digest_of, digest_of_row, written
 from arealite.utils import heartbeat
-from arealite.utils.files import free_space
 from arealite.utils.images import count_image_tokens, decode_image
 from arealite.utils.token_ids import expansion, image_token_id
 
@@ -76,8 +72,7 @@ def prepare_rows(rows: Rows, config: DatasetConfig, tools: Tools, start: int = 0
             "script that shows images, such as clevr_count_70k_grpo.py: it passes load_image_processor(...)."
         )
     preparation = _Preparation(rows[: config.max_rows], config, tools, start)
-    with heartbeat.waiting(f"the rows of {config.path} to be prepared", on="ranks"):
-        return preparation.rows_of(preparation.write())
+    return preparation.rows_of(preparation.write())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,28 +84,16 @@ class _Preparation:
 
     def write(self) -> datasets.Dataset:
         """Return an entry for each row that is kept, from the cache if it is there."""
-        root, key = Path(datasets.config.HF_DATASETS_CACHE) / "arealite", self.key()
-        features = datasets.Features(
-            {"row": datasets.Value("int64"), "digest": datasets.Value("int64"), **_COLUMNS[self.config.type]}
-        )
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            with contextlib.ExitStack() as stack:
-                # Without a key the result is for this process only: files stay mapped after their folder is removed.
-                folder = root if key else stack.enter_context(tempfile.TemporaryDirectory(dir=root))
-                return _from_generator(self.entries, features, str(folder), key or "none")
-        except OSError as error:
-            raise OSError(
-                f"{root} must be a folder that can be written and locked: got {error}, with {free_space(root)}. "
-                "Set HF_DATASETS_CACHE to another folder."
-            ) from error
+        features = {"row": datasets.Value("int64"), "digest": datasets.Value("int64"), **_COLUMNS[self.config.type]}
+        return written(self.entries, datasets.Features(features), self.key(), what=self.config.path)
 
     def key(self) -> str | None:
         """Return the key of the result in the cache; None for rows with images, as these may be files that change."""
-        if self.config.image_key or (content := self.rows.content) is None:
+        if self.config.image_key:
             return None
         keys = {name: value for name, value in vars(self.config).items() if name not in _CHANGE_NO_ROW}
-        return digest_of(content.encode(), json.dumps(keys, sort_keys=True).encode(), self.tools.content.encode())
+        parts = self.rows.content, json.dumps(keys, sort_keys=True), self.tools.content
+        return digest_of(*(part.encode() for part in parts))
 
     def entries(self) -> Iterator[Row]:
         """Check all rows, and yield the index in the source, the digest and the tokens of each row that is kept."""
@@ -142,16 +125,15 @@ class _Preparation:
             message = "dropped %d of %d rows longer than max_length %d tokens"
             logger.warning(message, num_dropped, len(self.rows), self.config.max_length)
         if self.config.type == "rl":
-            return Rows(self.rows, kept if num_dropped else None, self._converted, checksum)
-        stored = ArrowRows(entries.select_columns([*_COLUMNS[self.config.type]]))
-        return Rows(stored, None, self._with_images(kept) if self.config.image_key else None, checksum)
+            stored = self.rows.table.select(kept) if num_dropped else self.rows.table
+            return Rows(stored, functools.partial(self._converted, where=f"a row of {self.config.path}"), checksum)
+        if self.config.image_key:
+            return Rows(entries.remove_columns("digest"), self._with_images, checksum)
+        return Rows(entries.select_columns([*_COLUMNS[self.config.type]]), None, checksum)
 
-    def _with_images(self, kept: Any) -> Any:
-        def make(row: Row, index: int) -> Row:
-            source = int(kept[index])
-            return row | {"images": images_of(self.rows[source], self._where(source), str(self.config.image_key))}
-
-        return make
+    def _with_images(self, entry: Row) -> Row:
+        index = entry.pop("row")
+        return entry | {"images": images_of(self.rows[index], self._where(index), str(self.config.image_key))}
 
     def _any_complete(self) -> bool:
         """Check all rows before the long work, and return whether one is a whole conversation."""
@@ -162,18 +144,15 @@ class _Preparation:
         """Yield the first index and the converted rows of each chunk."""
         for first in range(0, len(self.rows), CHUNK):
             rows = self.rows.read(first, first + CHUNK)
-            yield first, [self._converted(row, first + at) for at, row in enumerate(rows)]
+            yield first, [self._converted(row, self._where(first + at)) for at, row in enumerate(rows)]
             heartbeat.tick()
 
-    def _converted(self, row: Any, index: int) -> Row:
+    def _converted(self, row: Any, where: str) -> Row:
         if not isinstance(row, dict):
-            raise ValueError(
-                f"every row of {self.config.path} must have columns: got {type(row).__name__} in row "
-                f"{self.start + index}. Correct it."
-            )
+            raise ValueError(f"every row must have columns: got {type(row).__name__} in {where}. Correct it.")
         if self.config.type in PAIRS:
-            return {"pair": pair_of(row, self._where(index), self.config, self.tools.tokenizer)}
-        return with_messages(row, self._where(index), self.config)
+            return {"pair": pair_of(row, where, self.config, self.tools.tokenizer)}
+        return with_messages(row, where, self.config)
 
     def _where(self, index: int) -> str:
         return f"row {self.start + index} of {self.config.path}"
@@ -199,13 +178,6 @@ class _Preparation:
 
 def _length(tokens: Row) -> int:
     return max(len(answer["input_ids"]) for answer in tokens.get("pair", [tokens]))
-
-
-def _from_generator(entries: Any, features: datasets.Features, folder: str, key: str) -> datasets.Dataset:
-    try:
-        return datasets.Dataset.from_generator(entries, features, folder, fingerprint=key)
-    except DatasetGenerationError as error:
-        raise (error.__cause__ or error) from None  # for example, the mistake in a row
 
 
 def _tokenizer_content(tokenizer: Any) -> str:

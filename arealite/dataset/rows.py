@@ -1,62 +1,51 @@
-"""Rows that stay in their source: an Arrow file, a file of JSON lines, or a function's list.
+"""Rows that stay on the disk, or in memory if they come as a list, in the Arrow tables of `datasets`.
 
-A source has a length, `read(start, stop)`, and `content`, a text that changes when any row does (None if changes can't
-be noticed). `Rows` is a view of a source that makes rows at access: memory does not depend on the size of a data set.
+Rows of Python or JSON are pickled, as Arrow's columns can't hold every value. `Rows` is a view that makes rows at
+access: memory does not depend on the size of a data set.
 """
 
 import hashlib
-import json
-import os
+import pickle
 import re
-import weakref
-from array import array
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, pairwise
-from marshal import dumps as marshalled
 from pathlib import Path
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
 import datasets
 import numpy as np
 import orjson
+from datasets.exceptions import DatasetGenerationError
 
-from arealite.utils.files import FileError, reading
+from arealite.utils import heartbeat
+from arealite.utils.files import free_space
 
 Row = dict[str, Any]
 CHUNK = 1000  # rows per read
 _JSON = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
-
-
-class Source(Protocol):
-    """The storage that a view reads."""
-
-    @property
-    def content(self) -> str | None: ...
-
-    def __len__(self) -> int: ...
-
-    def read(self, start: int, stop: int) -> list[Any]:
-        """Return the rows from `start` up to `stop`."""
+_PICKLED = "pickled_row"
+PICKLED_ROW = datasets.Features({_PICKLED: datasets.Value("large_binary")})
 
 
 class Rows(Sequence[Row]):
-    """The rows of a source at `indices`, each as `make(row, index)` returns it at access.
+    """The rows of a table or a list, as they are stored (nothing is decoded), each as `make` returns it at access.
 
     `checksum` is `checksum_of` all rows, if it is known.
     """
 
     def __init__(
         self,
-        source: Source,
-        indices: Any = None,  # a range or an array
-        make: Callable[[Row, int], Row] | None = None,
+        stored: datasets.Dataset | Sequence[Any],
+        make: Callable[[Row], Row] | None = None,
         checksum: int | None = None,
     ) -> None:
-        self._source, self._make, self.checksum = source, make, checksum
-        self._indices = range(len(source)) if indices is None else indices
+        if not isinstance(stored, datasets.Dataset):
+            pickles = [pickled(row)[_PICKLED] for row in stored]
+            stored = datasets.Dataset.from_dict({_PICKLED: pickles}, PICKLED_ROW)
+        self.table, self._make, self.checksum = stored.with_format("arrow"), make, checksum
 
     def __len__(self) -> int:
-        return len(self._indices)
+        return len(self.table)
 
     def __iter__(self) -> Iterator[Row]:
         return (row for start in range(0, len(self), CHUNK) for row in self.read(start, start + CHUNK))
@@ -68,139 +57,55 @@ class Rows(Sequence[Row]):
     def __getitem__(self, index: slice) -> "Rows": ...
 
     def __getitem__(self, index: int | slice) -> "Row | Rows":
-        if isinstance(index, slice):
-            return Rows(self._source, self._indices[index], self._make)
-        return self._at(int(self._indices[index]))
+        chosen = range(len(self))[index]
+        return Rows(self.table.select(chosen or []), self._make) if isinstance(chosen, range) else self.read(chosen)[0]
 
-    def read(self, start: int, stop: int) -> list[Row]:
-        """Return the rows from `start` up to `stop`."""
-        chosen = self._indices[start:stop]
-        if len(chosen) == 0:
-            return []
-        if not isinstance(chosen, range) or chosen.step != 1:
-            return [self._at(int(index)) for index in chosen]
-        rows = self._source.read(chosen.start, chosen.stop)
-        return rows if self._make is None else [self._make(row, at) for row, at in zip(rows, chosen, strict=True)]
-
-    def _at(self, index: int) -> Row:
-        row = self._source.read(index, index + 1)[0]
-        return row if self._make is None else self._make(row, index)
+    def read(self, start: int, stop: int | None = None) -> list[Row]:
+        """Return the rows from `start` up to `stop`, or one."""
+        stored = self.table[start : start + 1 if stop is None else stop].to_pylist()
+        rows = [pickle.loads(row[_PICKLED]) if _PICKLED in row else row for row in stored]
+        return rows if self._make is None else [self._make(row) for row in rows]
 
     @property
-    def content(self) -> str | None:
-        """A text that changes when a row, the choice or the order of rows does; None if changes can't be noticed."""
-        if self._source.content is None or self._make is not None:
-            return None
-        chosen = self._indices if isinstance(self._indices, range) else digest_of(np.asarray(self._indices).tobytes())
-        return f"{self._source.content} {chosen}"
+    def content(self) -> str:
+        """A text that changes when a row, the choice or the order of stored rows does."""
+        return str(self.table._fingerprint)
 
 
-class ListRows:
-    """Rows of a Python list."""
-
-    def __init__(self, rows: Sequence[Any]) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def read(self, start: int, stop: int) -> list[Any]:
-        return list(self._rows[start:stop])
-
-    @property
-    def content(self) -> str | None:
-        digest = hashlib.blake2b(digest_size=16)
-        try:
-            for row in self._rows:
-                digest.update(marshalled(row, 2))
-        except ValueError:  # a value is not plain data
-            return None
-        return digest.hexdigest()
+def pickled(row: Any) -> Row:
+    """Return any row as one of `PICKLED_ROW`."""
+    try:
+        return {_PICKLED: pickle.dumps(row)}
+    except Exception as error:
+        raise ValueError(
+            f"rows must be plain data, or what pickle takes: got {row!r:.200} ({error}). Convert it."
+        ) from error
 
 
-class ArrowRows:
-    """Rows of a `datasets.Dataset` as they are stored, without decoding or transforms."""
+def written(
+    entries: Callable[[], Iterator[Row]], features: datasets.Features, key: str | None, *, what: str
+) -> datasets.Dataset:
+    """Return what `entries` yields as a table in the cache of `datasets`, under a key that names the content.
 
-    def __init__(self, dataset: datasets.Dataset) -> None:
-        self._stored = dataset.with_format("arrow")
-        self.content = str(dataset._fingerprint)
-
-    def __len__(self) -> int:
-        return len(self._stored)
-
-    def read(self, start: int, stop: int) -> list[Any]:
-        return list(self._stored[start:stop].to_pylist())
-
-
-class JsonLines:
-    """Rows of a file of JSON lines, parsed at access: Arrow's columns can't hold every JSON value.
-
-    The file is read by position, not mapped: a truncated file raises FileError instead of ending the process.
+    One process of those that share the cache writes it under the lock of that library; the others wait for the lock
+    and map what was written. Without a key the table is for this process only.
     """
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._file = path, os.open(path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self._file)
-        self._changed_at = os.fstat(self._file).st_mtime_ns
-        digest, starts, position = hashlib.blake2b(digest_size=16), array("q"), 0
-        for line in self._lines():
-            digest.update(line)
-            if line.decode("utf-8").strip():
-                starts.append(position)
-            position += len(line)
-        starts.append(position)
-        self.content, self._starts = digest.hexdigest(), starts
-
-    def __len__(self) -> int:
-        return len(self._starts) - 1
-
-    def read(self, start: int, stop: int) -> list[Any]:
-        first, last = self._starts[start], self._starts[stop]
-        with reading(self._path):
-            text = os.pread(self._file, last - first, first)
-            if len(text) < last - first or os.fstat(self._file).st_mtime_ns != self._changed_at:
-                raise FileError(
-                    f"{self._path} must stay as it was when it was read first: got a change since. Start again, and do "
-                    "not write the file during the run."
-                )
-            lines = (line.decode("utf-8") for line in text.splitlines())
-            return [self._parse(line, start + at) for at, line in enumerate(filter(str.strip, lines))]
-
-    def _parse(self, line: str, index: int) -> Any:
-        try:
-            return json.loads(line)
-        except json.JSONDecodeError as error:
-            ends = accumulate(map(len, self._lines()))
-            number = 1 + sum(1 for end in ends if end <= self._starts[index])
-            raise FileError(
-                f"{self._path}:{number} must be one JSON object per line: {error}. Fix the line."
-            ) from error
-
-    def _lines(self) -> Iterator[bytes]:
-        with open(os.dup(self._file), "rb") as file:
-            file.seek(0)
-            for line in file:
-                yield from line.splitlines(keepends=True) if b"\r" in line else (line,)
-
-
-class Chain:
-    """The rows of several sources, one after the other."""
-
-    def __init__(self, parts: Sequence[Rows]) -> None:
-        self._parts, self._starts = parts, [0, *accumulate(map(len, parts))]
-        contents = [part.content for part in parts]
-        self.content = None if None in contents else " ".join(map(str, contents))
-
-    def __len__(self) -> int:
-        return self._starts[-1]
-
-    def read(self, start: int, stop: int) -> list[Any]:
-        return [
-            row
-            for part, (first, end) in zip(self._parts, pairwise(self._starts), strict=True)
-            if start < end and stop > first
-            for row in part.read(max(start - first, 0), min(stop, end) - first)
-        ]
+    root = Path(datasets.config.HF_DATASETS_CACHE) / "arealite"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with (
+            heartbeat.waiting(f"the rows of {what} to be prepared", on="ranks"),
+            tempfile.TemporaryDirectory(dir=root) as own,  # files stay mapped after their folder is removed
+        ):
+            folder = str(root) if key else own
+            return datasets.Dataset.from_generator(entries, features, folder, fingerprint=key or "none")
+    except (OSError, DatasetGenerationError) as error:
+        if not isinstance(cause := error.__cause__ or error, OSError):
+            raise cause from None  # for example, the mistake in a row
+        raise OSError(
+            f"{root} must be a folder that can be written and locked: got {cause}, with {free_space(root)}. "
+            "Set HF_DATASETS_CACHE to another folder."
+        ) from error
 
 
 def digest_of_row(row: object) -> int:

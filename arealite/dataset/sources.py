@@ -5,7 +5,7 @@ import inspect
 import json
 import re
 import runpy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
@@ -13,8 +13,8 @@ from urllib.parse import parse_qsl
 import datasets
 
 from arealite.api.cli_args import DatasetConfig
-from arealite.dataset.rows import ArrowRows, Chain, JsonLines, ListRows, Rows, Source
-from arealite.utils.files import FileError, reading
+from arealite.dataset.rows import PICKLED_ROW, Row, Rows, pickled, written
+from arealite.utils.files import FileError, file_entry, reading
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 ACCEPTED = (
@@ -44,31 +44,30 @@ def read_rows(config: DatasetConfig, split: str, seed: int) -> Rows:
         parts = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(splits[name]) for name in names})
     except (ValueError, AssertionError) as error:
         raise ValueError(f"split must be like train, train[:95%] or train+test: got {split!r}. {error}") from error
-    chosen = [Rows(splits[part.splitname], range(part.from_, part.to)) for part in parts]
-    rows = chosen[0] if len(chosen) == 1 else Rows(Chain(chosen))
+    chosen = [splits[part.splitname][part.from_ : part.to].table for part in parts]
+    rows = Rows(datasets.concatenate_datasets(chosen))
     if not rows:
         raise ValueError(f"dataset {config.path} must have rows: got none in {split}. Check the path and the split.")
     return rows
 
 
-def _read_split(config: DatasetConfig, split: str, seed: int) -> Source:
+def _read_split(config: DatasetConfig, split: str, seed: int) -> Rows:
     path, local = config.path, Path(config.path).expanduser()
     if match := _FUNCTION.fullmatch(path):
         rows = _call(match[1], match[2], match[3] or "", split, seed)
         if not isinstance(rows, Sequence | datasets.Dataset):
             got = type(rows).__name__
             raise ValueError(f"{match[1]}:{match[2]} must return a list of rows, or a Dataset: got {got}. Correct it.")
-        return ArrowRows(rows) if isinstance(rows, datasets.Dataset) else ListRows(rows)
+        return Rows(rows)
     if match := _HUB_FILE.fullmatch(path):
-        return ArrowRows(_load_hub(match[1], data_files=match[2], split="train"))
+        return Rows(_load_hub(match[1], data_files=match[2], split="train"))
     if path in ("gsm8k", "openai/gsm8k"):
         return _read_hub("openai/gsm8k", config.config_name or "main", split)
     if local.is_dir() and (local / "data").is_dir():  # a data set of the hub that was downloaded
         return _read_hub(str(local), config.config_name, split)
     if path and local.exists():
         local = _file_of_split(local, split) if local.is_dir() else local
-        with reading(local, csv.Error):
-            return _read_file(local)
+        return _read_file(local)
     if path.endswith(SUFFIXES) and not path.startswith(_HUB_SCHEME):
         raise ValueError(f"dataset file must exist: got {path!r}, which does not. Correct the path of the data set.")
     if _HUB_NAME.fullmatch(path):
@@ -76,14 +75,14 @@ def _read_split(config: DatasetConfig, split: str, seed: int) -> Source:
     raise ValueError(f"dataset path must be {ACCEPTED}: got {path!r}, which is none of them. Correct it.")
 
 
-def _read_hub(path: str, config_name: str | None, split: str) -> Source:
+def _read_hub(path: str, config_name: str | None, split: str) -> Rows:
     splits = _load_hub(path, config_name)
     if split not in splits:
         raise MissingSplitError(
             f"data set {path} must have the split {split}: got {', '.join(splits)}. Set train_dataset.split (or "
             "valid_dataset.split)."
         )
-    return ArrowRows(splits[split])
+    return Rows(splits[split])
 
 
 def _load_hub(path: str, *names: Any, **options: Any) -> Any:
@@ -125,20 +124,36 @@ def _file_of_split(folder: Path, split: str) -> Path:
     return files[0]
 
 
-def _read_file(path: Path) -> Source:
-    if path.suffix == ".parquet":
-        return ArrowRows(datasets.Dataset.from_parquet(str(path)))
-    if path.suffix == ".json":
-        rows = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(rows, list):
-            got = type(rows).__name__
-            raise FileError(f"{path} must hold a JSON list of objects: got {got}. Use .jsonl for lines.")
-        return ListRows(rows)
-    if path.suffix == ".csv":
-        return ListRows(_read_csv(path))
-    if path.suffix != ".jsonl":
+def _read_file(path: Path) -> Rows:
+    if path.suffix not in SUFFIXES:
         raise FileError(f"dataset file must end in {', '.join(SUFFIXES)}: got {path}. Convert it.")
-    return JsonLines(path)
+    with reading(path, csv.Error):
+        if path.suffix == ".parquet":
+            return Rows(datasets.Dataset.from_parquet(str(path)))
+        if path.suffix == ".csv":
+            return Rows(_read_csv(path))
+        if path.suffix == ".json":
+            rows = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(rows, list):
+                got = type(rows).__name__
+                raise FileError(f"{path} must hold a JSON list of objects: got {got}. Use .jsonl for lines.")
+            return Rows(rows)
+        key = file_entry(path)["sha256"]
+    return Rows(written(lambda: _json_lines(path), PICKLED_ROW, key, what=str(path)))
+
+
+def _json_lines(path: Path) -> Iterator[Row]:
+    """Yield the rows of a file of JSON lines, parsed once: the run does not read the file again."""
+    with reading(path), path.open(encoding="utf-8") as file:
+        lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
+        number = 0
+        for number, line in lines:
+            try:
+                yield pickled(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise FileError(f"{path}:{number} must be one JSON object per line: {error}. Fix the line.") from error
+        if number == 0:
+            raise FileError(f"{path} must have rows: got none. Check the path.")
 
 
 def _read_csv(path: Path) -> list[dict[str, str]]:

@@ -9,7 +9,7 @@ from arealite.api.cli_args import DatasetConfig, SFTConfig, load_expr_config
 from arealite.dataset import get_custom_dataset, load_datasets
 from arealite.dataset.loader import PromptLoader, sft_batches
 from arealite.dataset.prepare import KNOWN, show, with_known_keys
-from arealite.dataset.rows import ListRows, Rows
+from arealite.dataset.rows import Rows
 from arealite.utils.hf import load_hf_tokenizer, load_image_processor
 from arealite.utils.images import process_images
 from arealite.utils.token_ids import image_token_id
@@ -133,7 +133,7 @@ def test_conversations_with_images_are_learned(tmp_path, tools: dict[str, object
     ids=["none", "no column", "marks", "broken"],
 )
 def test_rows_that_can_not_be_shown_are_refused(row: dict, message: str, tools: dict[str, object], monkeypatch) -> None:
-    monkeypatch.setattr("arealite.dataset.read_rows", lambda *_: Rows(ListRows([{"answer": "1", **row}])))
+    monkeypatch.setattr("arealite.dataset.read_rows", lambda *_: Rows([{"answer": "1", **row}]))
     with pytest.raises(ValueError, match=message):
         get_custom_dataset("clevr_count_70k", type="sft", **tools)
 

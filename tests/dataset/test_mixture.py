@@ -18,13 +18,13 @@ from arealite.api.errors import ConfigError
 from arealite.api.io_struct import PromptId
 from arealite.dataset import load_datasets
 from arealite.dataset.loader import Mixture, PromptLoader, names_of
-from arealite.dataset.rows import ListRows, Rows
+from arealite.dataset.rows import Rows
 from arealite.utils.hf import load_hf_tokenizer
 
 
 def parts(*sizes: int) -> list[Rows]:
     return [
-        Rows(ListRows([{"source": part, "row": row} for row in range(size)]), checksum=100 * part + size)
+        Rows([{"source": part, "row": row} for row in range(size)], checksum=100 * part + size)
         for part, size in enumerate(sizes)
     ]
 

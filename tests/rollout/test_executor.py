@@ -37,7 +37,7 @@ from arealite.api.errors import (
 )
 from arealite.api.io_struct import ModelRequest, PromptId
 from arealite.dataset.loader import Mixture, PromptLoader
-from arealite.dataset.rows import ListRows, Rows
+from arealite.dataset.rows import Rows
 from arealite.rollout import executor as executor_module
 from arealite.rollout.account.audit import audit
 from arealite.rollout.account.store import RolloutStore, read_batches
@@ -448,7 +448,7 @@ def test_the_rewards_of_a_batch_are_told_by_source_of_a_mixture(start: Callable[
         group["rewards"] = torch.tensor([0.0, 1.0]) + row["source"]
         return group
 
-    parts = [Rows(ListRows([{"source": part, "row": row} for row in range(3)]), checksum=part) for part in range(2)]
+    parts = [Rows([{"source": part, "row": row} for row in range(3)], checksum=part) for part in range(2)]
     loader = PromptLoader(Mixture(parts, None, 1, ["first", "second"]), 2, shuffle=False)
     engine, workflow = start(consumer_batch_size=2, max_head_offpolicyness=0), WaitingWorkflow(act)
     expected = [{"first": 0.5}, {"first": 0.5, "second": 1.5}, {"second": 1.5}, {"first": 0.5}]
