@@ -62,7 +62,7 @@ ROOM_CEILINGS = {
     "inference": 2458,
     "launcher": 2732,
     "planner": 101,
-    "reward": 618,
+    "reward": 614,
     "rollout": 2269,
     "server": 613,
     "trainer": 882,
@@ -74,9 +74,9 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 28234,
+    "code of the package": 28230,
     "files of a GRPO run": 130,
-    "code of a GRPO run": 17606,
+    "code of a GRPO run": 17602,
     "import depth": 18,
     "keys of a GRPO config": 357,
     "lines of pages": 5671,

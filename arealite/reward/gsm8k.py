@@ -117,22 +117,15 @@ def parse_value(text: str) -> Value | None:
 
 def _number_of(match: re.Match[str]) -> Fraction | None:
     """Build the number of a `_VALUE` match; None for a division by zero and for absurd sizes."""
-    if match["whole"] is not None:
-        parts = [_decimal(match[name]) for name in ("whole", "part", "parts")]
-    else:
-        parts = [Fraction(0), _decimal(match["number"]), _decimal(match["divisor"] or "1")]
-    whole, numerator, denominator = parts
-    exponent = _decimal((match["exponent"] or "0").lstrip("-+"))
-    if whole is None or numerator is None or exponent is None or not denominator or exponent > MAX_DIGITS:
+    texts = {name: re.sub(r"[,\s]", "", text or "") for name, text in match.groupdict().items()}
+    exponent = texts["exponent"] or "0"
+    if max(map(len, texts.values())) > MAX_DIGITS or abs(int(exponent)) > MAX_DIGITS:
         return None
-    scale = Fraction(10) ** int(exponent)
-    number = (whole + numerator / denominator) * (1 / scale if "-" in (match["exponent"] or "") else scale)
-    return -number if (match["sign"] or "").startswith("-") else number
-
-
-def _decimal(digits: str) -> Fraction | None:
-    """Read digits with group separators and at most one decimal point."""
-    whole, _, decimals = re.sub(r"[,\s]", "", digits).partition(".")
-    if len(whole) + len(decimals) > MAX_DIGITS:
+    try:
+        if texts["whole"]:
+            number = int(texts["whole"]) + Fraction(int(texts["part"]), int(texts["parts"]))
+        else:
+            number = Fraction(f"{texts['number']}e{exponent}") / Fraction(texts["divisor"] or 1)
+    except ZeroDivisionError:
         return None
-    return Fraction(int(whole + decimals), 10 ** len(decimals))
+    return -number if texts["sign"] == "-" else number
