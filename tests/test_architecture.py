@@ -56,7 +56,7 @@ ROOM_CEILINGS = {
     "chat": 483,
     "cli": 2190,
     "core": 2162,
-    "dataset": 799,
+    "dataset": 794,
     "engine": 2090,
     "generation": 965,
     "inference": 2458,
@@ -74,9 +74,9 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 28230,
+    "code of the package": 28225,
     "files of a GRPO run": 130,
-    "code of a GRPO run": 17602,
+    "code of a GRPO run": 17597,
     "import depth": 18,
     "keys of a GRPO config": 357,
     "lines of pages": 5671,

@@ -98,10 +98,8 @@ class _Preparation:
     def entries(self) -> Iterator[Row]:
         """Check all rows, and yield the index in the source, the digest and the tokens of each row that is kept."""
         config, num_kept, shortest = self.config, 0, None
-        # If one demonstration is a conversation, all are rendered as conversations.
-        are_chats = config.type == "sft" and self._any_complete()
         for first, converted in self._chunks():
-            tokens = self._tokens(converted, first, are_chats)
+            tokens = self._tokens(converted, first)
             for at, row in enumerate(converted):
                 if config.max_length:
                     length = _length(tokens[at])
@@ -135,11 +133,6 @@ class _Preparation:
         index = entry.pop("row")
         return entry | {"images": images_of(self.rows[index], self._where(index), str(self.config.image_key))}
 
-    def _any_complete(self) -> bool:
-        """Check all rows before the long work, and return whether one is a whole conversation."""
-        last = {row["messages"][-1]["role"] for _, rows in self._chunks() for row in rows}
-        return "assistant" in last
-
     def _chunks(self) -> Iterator[tuple[int, list[Row]]]:
         """Yield the first index and the converted rows of each chunk."""
         for first in range(0, len(self.rows), CHUNK):
@@ -157,13 +150,13 @@ class _Preparation:
     def _where(self, index: int) -> str:
         return f"row {self.start + index} of {self.config.path}"
 
-    def _tokens(self, rows: list[Row], first: int, are_chats: bool) -> list[Row]:
+    def _tokens(self, rows: list[Row], first: int) -> list[Row]:
         """Return the tokens of rows; of prompts without a limit those of the first row only, to try the template."""
         tokenizer = self.tools.tokenizer
         if self.config.type in PAIRS:
             return rows
         if self.config.type == "sft":
-            tokens = demonstrations(rows, tokenizer, are_chats)
+            tokens = demonstrations(rows, tokenizer)
         elif tokenizer is None or (first > 0 and self.config.max_length is None):
             return []
         else:
@@ -269,8 +262,7 @@ def pair_of(row: Row, where: str, config: DatasetConfig, tokenizer: Any) -> list
                 )
             pair.append(demonstration(tokenizer, messages))
         elif prompt is not None:
-            rows = [{"messages": prompt, "answer": str(answer)}]
-            pair += demonstrations(rows, tokenizer, prompt[-1]["role"] == "assistant")
+            pair += demonstrations([{"messages": prompt, "answer": str(answer)}], tokenizer)
         else:
             tokens = [*tokenizer(str(answer))["input_ids"], tokenizer.eos_token_id]
             pair.append({"input_ids": tokens, "loss_mask": [1] * len(tokens)})
@@ -296,23 +288,21 @@ def _missing(row: Row, where: str, column: str, key: str, advice: str = "") -> V
     )
 
 
-def demonstrations(rows: list[Row], tokenizer: Any, are_chats: bool) -> list[Row]:
-    """Tokenize conversations, or prompts as a workflow renders them, followed by an answer and an end token."""
-    if are_chats:
-        return [demonstration(tokenizer, _completed(row)) for row in rows]
-    prompts = prompt_tokens(tokenizer, [row["messages"] for row in rows])
-    answers = tokenizer([row["answer"] for row in rows], add_special_tokens=False)["input_ids"]
+def demonstrations(rows: list[Row], tokenizer: Any) -> list[Row]:
+    """Tokenize conversations that end with the assistant, and prompts followed by their answer and an end token."""
+    asked = [row for row in rows if row["messages"][-1]["role"] != "assistant"]
+    if not asked:
+        return [demonstration(tokenizer, row["messages"]) for row in rows]
+    prompts = iter(prompt_tokens(tokenizer, [row["messages"] for row in asked]))
+    answers = iter(tokenizer([row["answer"] for row in asked], add_special_tokens=False)["input_ids"])
     demonstrations = []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        sampled = [*answer, tokenizer.eos_token_id]
+    for row in rows:
+        if row["messages"][-1]["role"] == "assistant":
+            demonstrations.append(demonstration(tokenizer, row["messages"]))
+            continue
+        prompt, sampled = next(prompts), [*next(answers), tokenizer.eos_token_id]
         demonstrations.append({"input_ids": prompt + sampled, "loss_mask": [0] * len(prompt) + [1] * len(sampled)})
     return demonstrations
-
-
-def _completed(row: Row) -> list[Row]:
-    messages: list[Row] = row["messages"]
-    is_complete = messages[-1]["role"] == "assistant"
-    return messages if is_complete else [*messages, {"role": "assistant", "content": row["answer"]}]
 
 
 def with_known_keys(config: DatasetConfig) -> DatasetConfig:

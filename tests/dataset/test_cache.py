@@ -114,12 +114,18 @@ def test_a_cache_that_can_not_be_written_is_named(tmp_path: Path, folder: Path, 
         get_custom_dataset(write(tmp_path / "rows.jsonl"), type="sft", tokenizer=load_hf_tokenizer(model))
 
 
-def test_a_conversation_anywhere_makes_all_rows_conversations(tmp_path: Path, model: Path, monkeypatch: Any) -> None:
+def test_a_row_is_made_as_if_it_were_alone(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is read at a time."""
     tokenizer, path = load_hf_tokenizer(model), tmp_path / "rows.jsonl"
     chat = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
     monkeypatch.setattr(prepare, "CHUNK", 2)
-    path.write_text("\n".join([json.dumps({"question": "?", "answer": "!"})] * 4 + [json.dumps({"messages": chat})]))
-    rows = get_custom_dataset(str(path), type="sft", tokenizer=tokenizer)
-    whole = [demonstration(tokenizer, [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])] * 4
-    assert [*rows] == [*whole, demonstration(tokenizer, chat)]
+
+    def load(*rows: Any) -> Any:
+        path.write_text("\n".join(map(json.dumps, rows)))
+        return [*get_custom_dataset(str(path), type="sft", tokenizer=tokenizer)]
+
+    asked, told = {"question": "?", "answer": "!"}, {"messages": chat}
+    (alone,) = load(asked)
+    assert sum(alone["loss_mask"]) == 2 and alone["input_ids"][-1] == tokenizer.eos_token_id
+    whole = demonstration(tokenizer, chat)
+    assert load(asked, told, told, told, asked) == [alone, whole, whole, whole, alone]
