@@ -11,7 +11,7 @@ from testing_server import ScriptedServer, kept_at
 from arealite.utils.fingerprint import differing, fingerprints
 from arealite.utils.weight_transfer import are_of_one_update
 
-GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
+GENERATE = "/inference/v1/generate"
 
 
 def vllm_config(
@@ -38,8 +38,6 @@ def vllm_config(
 class ScriptedVLLM(ScriptedServer):
     """Tokens are the same function of seed and position; only the protocol differs."""
 
-    has_generate: bool = True
-    """Whether it was started with --enable-scale-out."""
     has_mask_flag: bool = False
     """Whether it was started with --return-sampling-mask."""
     can_reset_cache: bool = True
@@ -53,7 +51,7 @@ class ScriptedVLLM(ScriptedServer):
     def app(self) -> web.Application:
         scripted = super().app()
         app = web.Application(middlewares=scripted.middlewares)
-        paths = [COMPLETIONS, "/pause", *([GENERATE] if self.has_generate else [])]
+        paths = [GENERATE, "/pause"]
 
         async def openapi(_: web.Request) -> web.Response:
             return web.json_response({"paths": {path: {} for path in paths}})
@@ -68,7 +66,6 @@ class ScriptedVLLM(ScriptedServer):
         app.router.add_get("/server_info", server_info)
         for endpoint, handle in (
             (GENERATE, self._answer),
-            (COMPLETIONS, self._answer),
             ("/pause", self._pause),
             ("/sleep", self._sleep),
             ("/wake_up", self._wake_up),
@@ -90,8 +87,7 @@ class ScriptedVLLM(ScriptedServer):
         self.requests.append(body)
         await self._resumed.wait()
         self._needs("weights", "kv_cache")
-        sampling = body.get("sampling_params", body)
-        prompt = body["token_ids" if request.path == GENERATE else "prompt"]
+        sampling, prompt = body["sampling_params"], body["token_ids"]
         if len(prompt) >= self.context:
             text = f"This model's maximum context length is {self.context} tokens. However, you requested {len(prompt)}"
             return web.json_response({"error": {"message": text, "code": 400}}, status=400)
@@ -100,15 +96,12 @@ class ScriptedVLLM(ScriptedServer):
         meta, tokens = reply["meta_info"], reply["output_ids"]
         logprobs = [pair[0] for pair in meta["output_token_logprobs"]]
         choice: dict[str, Any] = {"token_ids": tokens, "finish_reason": meta["finish_reason"]["type"]}
-        if request.path == GENERATE:
-            content = [{"token_id": token, "logprob": value} for token, value in zip(tokens, logprobs)]
-            spans = [one | {"version": "default"} if self.has_started_anew else one for one in meta["weight_versions"]]
-            choice |= {"logprobs": {"content": content}, "weight_versions": spans, "sampling_mask": None}
-            if self.has_mask_flag:
-                assert sampling["temperature"] > 0 and sampling["top_k"] > 0, "it refuses others"
-                choice["sampling_mask"] = [kept_at(*one) for one in zip(tokens, range(len(prompt), self.context))]
-        else:
-            choice["logprobs"] = {"token_logprobs": logprobs}
+        content = [{"token_id": token, "logprob": value} for token, value in zip(tokens, logprobs)]
+        spans = [one | {"version": "default"} if self.has_started_anew else one for one in meta["weight_versions"]]
+        choice |= {"logprobs": {"content": content}, "weight_versions": spans, "sampling_mask": None}
+        if self.has_mask_flag:
+            assert sampling["temperature"] > 0 and sampling["top_k"] > 0, "it refuses others"
+            choice["sampling_mask"] = [kept_at(*one) for one in zip(tokens, range(len(prompt), self.context))]
         return web.json_response({"choices": [choice]})
 
     async def _pause(self, request: web.Request) -> web.Response:

@@ -55,9 +55,9 @@ class Pages(ScriptedServer):
         return app
 
 
-def vllm(*paths: str, prefix_caching: bool = True, logprobs_mode: str = "processed_logprobs") -> Pages:
+def vllm(*, prefix_caching: bool = True, logprobs_mode: str = "processed_logprobs") -> Pages:
     config = vllm_config(prefix_caching=prefix_caching, logprobs_mode=logprobs_mode, backend=None)
-    pages = {"/openapi.json": {"paths": {path: {} for path in ("/v1/completions", "/pause", *paths)}}}
+    pages = {"/openapi.json": {"paths": {path: {} for path in ("/inference/v1/generate", "/pause")}}}
     return Pages(pages | {"/server_info": {"vllm_config": config}})
 
 
@@ -70,25 +70,19 @@ def test_a_server_of_another_kind_is_refused() -> None:
         meet(vllm())
     with pytest.raises(ServerError, match=r"must be a vLLM server.*404"):
         meet(ScriptedServer(), backend="vllm")
-    no_dev_mode = Pages({"/openapi.json": {"paths": {"/v1/completions": {}}}})
-    with pytest.raises(ServerError, match="VLLM_SERVER_DEV_MODE=1: it has no '/pause'"):
-        meet(no_dev_mode, backend="vllm")
+    for path, missing in (("/inference/v1/generate", "/pause"), ("/pause", "/inference/v1/generate")):
+        stock = Pages({"/openapi.json": {"paths": {path: {}}}})
+        with pytest.raises(ServerError, match=f"DEV_MODE=1 and --enable-scale-out: it has no '{missing}'"):
+            meet(stock, backend="vllm")
 
 
 def test_a_prefix_cache_of_old_weights_is_refused() -> None:
     with pytest.raises(ConfigError, match="--disable-radix-cache"):
         meet(ScriptedServer(), pause_mode="in_place")
     meet(ScriptedServer(info={"disable_radix_cache": True}), pause_mode="in_place")
-    generating = "/inference/v1/generate"
     with pytest.raises(ConfigError, match="--no-enable-prefix-caching"):
-        meet(vllm(generating), backend="vllm", pause_mode="in_place")
-    meet(vllm(generating, prefix_caching=False), backend="vllm", pause_mode="in_place")
-
-
-@pytest.mark.parametrize("pause_mode", ["in_place", "retract"])
-def test_requests_may_not_stay_at_a_server_that_tells_no_versions(pause_mode: str) -> None:
-    with pytest.raises(ConfigError, match=f"got {pause_mode} .*--enable-scale-out"):
-        meet(vllm(prefix_caching=False), backend="vllm", pause_mode=pause_mode)
+        meet(vllm(), backend="vllm", pause_mode="in_place")
+    meet(vllm(prefix_caching=False), backend="vllm", pause_mode="in_place")
 
 
 def test_a_vllm_with_logprobs_of_another_distribution_is_refused() -> None:
@@ -100,10 +94,9 @@ def test_a_vllm_with_logprobs_of_another_distribution_is_refused() -> None:
 def test_a_continuation_by_vllm_does_not_draw_the_same_random_numbers_again() -> None:
     """vLLM seeds a generator when a request begins; SGLang and lite hash the seed with the position."""
     request = ModelRequest([5, 6], GenerationHyperparameters(max_new_tokens=8))
-    seeds = [
-        VLLMBackend(pause_mode="abort").payload("h:1", request, [7] * done, 2**63 - 1)["seed"] for done in range(3)
-    ]
-    assert seeds == [2**63 - 1, 0, 1]
+    backend = VLLMBackend(pause_mode="abort")
+    payloads = [backend.payload("h:1", request, [7] * done, 2**63 - 1) for done in range(3)]
+    assert [one["sampling_params"]["seed"] for one in payloads] == [2**63 - 1, 0, 1]
 
 
 def test_named_engines_take_only_their_own_servers() -> None:

@@ -15,7 +15,7 @@ import torch
 from testing_client import in_loop
 from testing_senders import Senders
 from testing_server import kept_at, logprob_at, token_at
-from testing_vllm import COMPLETIONS, GENERATE, ScriptedVLLM
+from testing_vllm import GENERATE, ScriptedVLLM
 
 from arealite.api.cli_args import GenerationHyperparameters, WeightCheckConfig
 from arealite.api.errors import ContextOverflowError, WeightUpdateError
@@ -94,9 +94,8 @@ def test_a_broadcast_from_two_senders_and_then_from_one() -> None:
         assert server.weights["b"].tolist() == [6.0] * 4 and len(server.joins) == 3
 
 
-@pytest.mark.parametrize("has_generate", [True, False])
-def test_interrupted_completions_are_exact(has_generate: bool) -> None:
-    server = ScriptedVLLM(holds_at=10, version=3, has_generate=has_generate)
+def test_interrupted_completions_are_exact() -> None:
+    server = ScriptedVLLM(holds_at=10, version=3)
     with connected(server) as engine:
         engine.set_version(3)
         in_loop(engine, lambda: engine.servers.advance(engine.servers.servers, 3))
@@ -109,13 +108,12 @@ def test_interrupted_completions_are_exact(has_generate: bool) -> None:
             server.holds_at = position
         thread.join()
     (response,) = pending
-    first = server.requests[0].get("sampling_params", server.requests[0])
+    first = server.requests[0]["sampling_params"]
     assert response.output_len == 40 and response.num_interrupts == len(server.requests) - 1 >= 1
     assert response.output_versions == [3] * 40
-    key = "token_ids" if has_generate else "prompt"
-    check_exact(response, server.requests, key)
-    assert [one[key] for one in server.requests] == [
-        PROMPT + response.output_tokens[: len(one[key]) - 3] for one in server.requests
+    check_exact(response, server.requests, "token_ids")
+    assert [one["token_ids"] for one in server.requests] == [
+        PROMPT + response.output_tokens[: len(one["token_ids"]) - 3] for one in server.requests
     ]
     assert first["temperature"] == 0.5 and first["top_k"] == -1 and first["logprobs"] == 0
 
@@ -232,10 +230,9 @@ def test_a_cache_that_can_not_be_dropped_fails_the_update() -> None:
         broadcast(engine, 1.0, 2.0)
 
 
-@pytest.mark.parametrize(("has_generate", "endpoint"), [(True, GENERATE), (False, COMPLETIONS)])
-def test_a_prompt_that_leaves_no_room(has_generate: bool, endpoint: str) -> None:
-    refused = pytest.raises(ContextOverflowError, match=f"got 3 tokens .*{endpoint}.*maximum context length is 3")
-    with connected(ScriptedVLLM(context=3, has_generate=has_generate)) as engine, refused:
+def test_a_prompt_that_leaves_no_room() -> None:
+    refused = pytest.raises(ContextOverflowError, match=f"got 3 tokens .*{GENERATE}.*maximum context length is 3")
+    with connected(ScriptedVLLM(context=3)) as engine, refused:
         generate(engine, max_new_tokens=8)
 
 

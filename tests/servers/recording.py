@@ -88,9 +88,6 @@ class Recorder:
         self._in_flight("aborted", "abort", lambda backend, caller: asyncio.sleep(0))
         self._update_calls(str(next_model))
         self._in_flight("split", "retract", lambda backend, caller: backend.load(caller, str(next_model), 2, {}))
-        if self._program == "vllm":
-            self._backend = new_backend("vllm")  # one that has not met the server believes that it is an older one
-            self._complete("completions: greedy", 16)
 
     def _meet(self) -> None:
         if self._program == "vllm":
@@ -169,7 +166,7 @@ class Recorder:
         """Ask for a completion as our client does, with `change` in its sampling parameters."""
         sampling = requests(1, length, **{"greedy": True, **gconfig})[0].gconfig
         asked = ModelRequest(request or prompt(3, 12), sampling)
-        endpoint = self._backend.endpoint(self._address)
+        endpoint = self._backend.endpoint
         payload = self._backend.payload(self._address, asked, [], seed)
         payload.get("sampling_params", payload).update(change or {})
         body: Json = self._ask(case, "POST", endpoint, payload).body

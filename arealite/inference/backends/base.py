@@ -167,6 +167,7 @@ class Backend(abc.ABC):
     """The protocol of one kind of server."""
 
     program: ClassVar[str]  # whose protocol it is
+    endpoint: ClassVar[str]  # that generates
     overflow: ClassVar[re.Pattern[str]]  # what a server says that refuses a prompt or completion as too long
     verifies: ClassVar[Set[str]] = frozenset()  # types of weight updates in which servers compare fingerprints
     takes_partial: ClassVar[Set[str]] = frozenset()  # types in which tensors that a server holds may be left out
@@ -205,7 +206,7 @@ class Backend(abc.ABC):
         """Let a server continue `req` after `tokens`; ContextOverflowError if its context is too short."""
         payload = self.payload(server.address, req, tokens, seed, ignore_eos=ignore_eos)
         try:
-            reply = await server.request("POST", self.endpoint(server.address), payload)
+            reply = await server.request("POST", self.endpoint, payload)
         except StatusError as error:
             if error.status != 400 or not self.overflow.search(str(error)):
                 raise
@@ -221,21 +222,17 @@ class Backend(abc.ABC):
     def parse_segment(self, address: str, reply: Json, max_tokens: int) -> Segment:
         """Check a reply and return what it adds."""
         try:
-            return self._parse(address, reply, max_tokens)
+            return self._parse(reply, max_tokens)
         except (ProtocolError, AttributeError, TypeError, LookupError, ValueError) as error:
             rule = str(error) if isinstance(error, ProtocolError) else f"have the fields of {self.program}"
-            raise bad_reply(address, self.endpoint(address), rule, reply) from error
-
-    @abc.abstractmethod
-    def endpoint(self, address: str) -> str:
-        """Return the endpoint of a server that generates."""
+            raise bad_reply(address, self.endpoint, rule, reply) from error
 
     @abc.abstractmethod
     def payload(self, address: str, req: ModelRequest, tokens: list[int], seed: int, ignore_eos: bool = False) -> Json:
         """Return what makes a server continue `req` after `tokens`."""
 
     @abc.abstractmethod
-    def _parse(self, address: str, reply: Json, max_tokens: int) -> Segment:
+    def _parse(self, reply: Json, max_tokens: int) -> Segment:
         """Return what a reply adds; any error means that it breaks the protocol."""
 
     @abc.abstractmethod

@@ -30,7 +30,7 @@ _RESERVED_TOKENS = 6  # difference between SGLang's limit on prompts and its lim
 class SGLangBackend(Backend):
     """The protocol of SGLang."""
 
-    program = "SGLang"
+    program, endpoint = "SGLang", "/generate"
     overflow = re.compile("context length|maximum allowed (input )?length|larger context")  # at three places, and ours
     takes_partial = frozenset({"disk", "nccl"})
 
@@ -70,9 +70,6 @@ class SGLangBackend(Backend):
                 "Correct rollout.server_addrs, or the backend in allocation_mode or rollout.backend."
             ) from error
 
-    def endpoint(self, address: str) -> str:
-        return "/generate"
-
     def payload(self, address: str, req: ModelRequest, tokens: list[int], seed: int, ignore_eos: bool = False) -> Json:
         gconfig, input_ids = req.gconfig, [*req.input_ids, *tokens]
         left = self._max_tokens.get(address, len(input_ids) + gconfig.max_new_tokens) - len(input_ids)
@@ -101,7 +98,7 @@ class SGLangBackend(Backend):
             payload["image_data"] = req.image_data
         return payload
 
-    def _parse(self, address: str, reply: Json, max_tokens: int) -> Segment:
+    def _parse(self, reply: Json, max_tokens: int) -> Segment:
         tokens, meta_info = reply["output_ids"], reply["meta_info"]
         pairs = meta_info.get("output_token_logprobs") or []
         kept = meta_info.get("output_token_sampling_mask")

@@ -1,7 +1,6 @@
-"""vLLM with VLLM_SERVER_DEV_MODE=1, as `arealite.launcher.serve.vllm_server` starts it. Newer servers (with
---enable-scale-out) have a generate endpoint that reports the version of every token; on others a completion belongs to
-the version that was published last. Any server loads weights from a folder; broadcasts need the worker extension of our
-wrapper (`arealite.launcher.serve.vllm_weights`)."""
+"""vLLM with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out, as `arealite.launcher.serve.vllm_server` starts it. Any such
+server loads weights from a folder; broadcasts need the worker extension of our wrapper
+(`arealite.launcher.serve.vllm_weights`)."""
 
 import contextlib
 import re
@@ -28,8 +27,6 @@ from arealite.inference.backends.base import (
 from arealite.inference.http import Json, ServerConnection, StatusError, bad_reply, deadline_in
 from arealite.inference.pool import ServerFacts
 
-_GENERATE = "/inference/v1/generate"
-_COMPLETIONS = "/v1/completions"
 _OUR_EXTENSION = "arealite"  # name of the weight transfer of our wrapper
 _ABANDON_S = 10.0  # time for a server to restore its old weights, also after the deadline of an update
 _PAUSES = {"abort": "abort", "retract": "keep", "in_place": "keep&clear_cache=false", "wait": "wait"}
@@ -38,7 +35,7 @@ _PAUSES = {"abort": "abort", "retract": "keep", "in_place": "keep&clear_cache=fa
 class VLLMBackend(Backend):
     """The protocol of vLLM."""
 
-    program = "vLLM"
+    program, endpoint = "vLLM", "/inference/v1/generate"
     overflow = re.compile("maximum context length|maximum model length|max_tokens must be at least 1, got 0")
     verifies = frozenset({"nccl"})
     receives_at_once = True
@@ -46,29 +43,20 @@ class VLLMBackend(Backend):
 
     def __init__(self, *, pause_mode: PauseMode, accepts_mismatch: bool = False) -> None:
         super().__init__(pause_mode=pause_mode, accepts_mismatch=accepts_mismatch)
-        self._has_generate: set[str] = set()  # addresses of servers that have the generate endpoint
         self._returns_kept: set[str] = set()  # addresses of servers with --return-sampling-mask
         self._extended: set[str] = set()  # addresses of servers that our launch wrapper has started
 
     async def _inspect(self, server: ServerConnection) -> ServerFacts:
         try:
             paths = (await server.request("GET", "/openapi.json"))["paths"].keys()
-            if _COMPLETIONS not in paths or "/pause" not in paths:
-                raise KeyError(_COMPLETIONS if _COMPLETIONS not in paths else "/pause")
+            if missing := {self.endpoint, "/pause"} - paths:
+                raise KeyError(*sorted(missing))
         except (StatusError, KeyError) as error:
             raise ServerError(
-                f"http://{server.address} must be a vLLM server with VLLM_SERVER_DEV_MODE=1: it has no {error}. "
-                "Start it by python3 -m arealite.launcher.serve.vllm_server, or correct rollout.server_addrs or the "
-                "backend."
+                f"http://{server.address} must be a vLLM server with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out: it "
+                f"has no {error}. Start it by python3 -m arealite.launcher.serve.vllm_server, or correct "
+                "rollout.server_addrs or the backend."
             ) from error
-        if _GENERATE in paths:
-            self._has_generate.add(server.address)
-        elif self._pause_mode in ("retract", "in_place"):
-            raise ConfigError(
-                "rollout.pause_mode must be abort or wait for a vLLM that does not report the version of "
-                f"tokens: got {self._pause_mode} and {server.address}. Start it with --enable-scale-out, or change "
-                "rollout.pause_mode."
-            )
         config: dict[str, Any] = (await server.request("GET", "/server_info?config_format=json"))["vllm_config"]
         if (mode := config["model_config"]["logprobs_mode"]) != "processed_logprobs":
             raise ConfigError(
@@ -98,9 +86,6 @@ class VLLMBackend(Backend):
             await _call_workers(server, "abandon_weight_update")
         await self.resume(server)
 
-    def endpoint(self, address: str) -> str:
-        return _GENERATE if address in self._has_generate else _COMPLETIONS
-
     def payload(self, address: str, req: ModelRequest, tokens: list[int], seed: int, ignore_eos: bool = False) -> Json:
         gconfig = req.gconfig
         sampling: Json = {  # all of it, because vLLM takes defaults from the model's generation_config.json
@@ -122,23 +107,14 @@ class VLLMBackend(Backend):
             sampling |= {"temperature": 1.0, "top_k": 1}
         elif address in self._returns_kept:
             sampling["top_k"] = gconfig.top_k
-        input_ids = [*prompt_ids(req), *tokens]
-        if address in self._has_generate:
-            images = [{"type": "image_url", "url": f"data:image/png;base64,{one}"} for one in req.image_data]
-            payload: Json = {"token_ids": input_ids, "sampling_params": sampling}
-            return payload | ({"content_parts": images} if images else {})
-        if req.image_data:
-            raise ConfigError(f"a vLLM that gets images must have been started with --enable-scale-out: got {address}.")
-        return {"prompt": input_ids, "return_token_ids": True} | sampling
+        payload: Json = {"token_ids": [*prompt_ids(req), *tokens], "sampling_params": sampling}
+        images = [{"type": "image_url", "url": f"data:image/png;base64,{one}"} for one in req.image_data]
+        return payload | ({"content_parts": images} if images else {})
 
-    def _parse(self, address: str, reply: Json, max_tokens: int) -> Segment:
+    def _parse(self, reply: Json, max_tokens: int) -> Segment:
         (choice,) = reply["choices"]
-        tokens, returned = choice["token_ids"], choice["logprobs"] or {}
-        if address not in self._has_generate:
-            logprobs = returned.get("token_logprobs") or []
-            segment = Segment.checked(tokens, logprobs, choice["finish_reason"], max_tokens=max_tokens)
-            return segment.with_stop(choice.get("stop_reason"))
-        content, spans = returned.get("content") or [], choice.get("weight_versions")
+        tokens, spans = choice["token_ids"], choice.get("weight_versions")
+        content = (choice["logprobs"] or {}).get("content") or []
         require([one["token_id"] for one in content] == tokens, "have the logprobs of its own tokens")
         logprobs = [one["logprob"] for one in content]
         segment = Segment.checked(tokens, logprobs, choice["finish_reason"], max_tokens=max_tokens)
