@@ -192,7 +192,7 @@ def _pickled(outcome: Outcome) -> bytes:
 
 def portable(error: BaseException) -> BaseException:
     """Return the error if pickling keeps its notes and `is_agreed`, else a RuntimeError with its text and these."""
-    kept = {name: vars(error)[name] for name in ("__notes__", "is_agreed") if name in vars(error)}
+    kept: dict[str, Any] = {name: vars(error)[name] for name in ("__notes__", "is_agreed") if name in vars(error)}
     with contextlib.suppress(Exception):  # its class may raise anything
         if kept.items() <= vars(pickle.loads(pickle.dumps(error))).items():
             return error
