@@ -59,7 +59,7 @@ ROOM_CEILINGS = {
     "dataset": 794,
     "engine": 2090,
     "generation": 965,
-    "inference": 2458,
+    "inference": 2434,
     "launcher": 2732,
     "planner": 101,
     "reward": 614,
@@ -74,9 +74,9 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 28225,
+    "code of the package": 28200,
     "files of a GRPO run": 130,
-    "code of a GRPO run": 17597,
+    "code of a GRPO run": 17572,
     "import depth": 18,
     "keys of a GRPO config": 357,
     "lines of pages": 5671,
