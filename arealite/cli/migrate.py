@@ -1,29 +1,20 @@
-"""`arealite migrate`: a YAML config of AReaLite v0.3 or AReaL as one of ours, with a comment at each changed key.
+"""`arealite migrate`: a YAML config of AReaLite v0.3 or AReaL as one of ours; comments at the end name the changes.
 
 The loader's own tables of old keys do the work, and the loader checks the result.
 """
 
 import argparse
-import functools
-import json
-import logging
-import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
 
 from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig, PPOConfig, SFTConfig, load_expr_config
-from arealite.api.config.legacy import Change, hint, migrate, without_placements
-from arealite.api.config.loader import read_yaml
-from arealite.api.config.types import ConfigKey, config_keys
+from arealite.api.config.legacy import Tree, migrate
+from arealite.api.config.loader import ABSENT, lookup, read_yaml
+from arealite.api.config.types import config_keys
 from arealite.api.errors import ConfigError
-
-Tree = dict[str, Any]
 
 V03: Tree = {
     "actor.reward_clip": 20.0,
@@ -51,20 +42,10 @@ _OURS = {"lite", "reward", "perf_trace", "agent", "workers", "mode", "teacher"}
 _CHOICES = {"algorithm", "baseline", "reward_scale", "proximal", "correction", "aggregation", "objective", "lora"}
 
 
-@dataclass
-class _Migrated:
-    """A config of ours and what changed on the way."""
-
-    tree: Tree
-    comments: dict[str, str] = field(default_factory=dict)  # by our key
-    gone: list[str] = field(default_factory=list)  # old keys without a counterpart, with the reason
-    problems: list[str] = field(default_factory=list)  # that the user must decide
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Write a YAML config of AReaLite v0.3 or AReaL as one of ours: values and order stay, a comment names the old "
-        "key of each changed one, and old defaults that differ are written out."
+        "Write a YAML config of AReaLite v0.3 or AReaL as one of ours: values and order stay, old "
+        "defaults that differ are written out, and comments at the end list each old key and what became of it."
     )
     parser.epilog = "exit status: 0 the result loads, 1 something is left to decide, 2 the file can't be read"
     parser.add_argument("config", metavar="OLD.yaml")
@@ -78,9 +59,17 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--out must be a new file: got {out}, which exists. Remove it, or name another.")
     given = read_yaml(path)
     config_cls = _config_class(given)
-    new = _migrated(given, {key.name: key for key in config_keys(config_cls)})
-    new.problems += _refusals(_page(new, path), config_cls)
-    text = _page(new, path)
+    changes: list[str] = []
+    problems: list[str] = []
+    keys = {key.name: key for key in config_keys(config_cls)}
+    (tree,) = migrate({path: given}, keys, problems, changes).values()
+    config = OmegaConf.create(tree)
+    for key, value in _old_defaults(tree, given).items():
+        OmegaConf.update(config, key, value)
+        changes.append(f"{key}={value} is written out: it was the default.")
+    text = OmegaConf.to_yaml(config)
+    problems += _refusals(text, config_cls)
+    text = _page(text, Path(path).name, changes, problems)
     if out is None:
         print(text, end="")
     else:
@@ -88,10 +77,10 @@ def run(args: argparse.Namespace) -> int:
             Path(out).write_text(text)
         except OSError as error:
             raise ConfigError(f"--out must be a file that can be written: got {error}. Choose another.") from error
-    lines = [f"without a counterpart: {len(new.gone)}, at the end of the file"] if new.gone else []
-    lines += [f"to decide: {problem}" for problem in new.problems]
+    lines = [f"changes: {len(changes)}, listed at the end of the file"] if changes else []
+    lines += [f"to decide: {problem}" for problem in problems]
     print("\n".join(lines), file=sys.stderr)
-    return 1 if new.problems else 0
+    return 1 if problems else 0
 
 
 def _config_class(given: Tree) -> type[BaseExperimentConfig]:
@@ -105,61 +94,20 @@ def _config_class(given: Tree) -> type[BaseExperimentConfig]:
     return SFTConfig if "actor" not in given else PPOConfig if "critic" in given else GRPOConfig
 
 
-def _migrated(given: Tree, keys: Mapping[str, ConfigKey]) -> _Migrated:
-    """Apply the loader's tables of old keys, and add the old defaults that differ from ours."""
-    changes: list[Change] = []
-    problems: list[str] = []
-    logger = logging.getLogger("arealite.config")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # the comments of the file say what changed
-    try:
-        (tree,) = without_placements({"": migrate(given, keys, problems, changes)}, changes).values()
-    finally:
-        logger.setLevel(level)
-    new = _Migrated(tree, problems=problems)
-    for change in changes:
-        old = "" if (value := _at(given, change.old)) is None else f": {_shown(change.old, value)}"
-        new.comments |= dict.fromkeys(change.new, f"{change.old}{old}")
-        if not change.new:
-            new.gone.append(f"{change.old}{old} -- {change.why}")
-    _remove_unknown(new, tree, "", keys)
-    _add_defaults(new, given)
-    return new
-
-
-def _remove_unknown(new: _Migrated, block: Tree, prefix: str, keys: Mapping[str, ConfigKey]) -> None:
-    """Move unknown keys from the config to the problems; a config class of the user's may have them."""
-    for name, value in list(block.items()):
-        key = f"{prefix}{name}"
-        known = keys.get(key)
-        if known is None:
-            advice = hint(key, keys) or "Remove it, or keep it in your script's own config class."
-            new.problems.append(f"{key} must be a key of ours: got {_shown(key, value)}. {advice}")
-            del block[name]
-        elif isinstance(value, dict) and known.block is not None:
-            _remove_unknown(new, value, f"{key}.", keys)
-
-
-def _add_defaults(new: _Migrated, given: Tree) -> None:
-    """Write AReaL's defaults where its file is silent; a file with keys of ours has our defaults."""
+def _old_defaults(tree: Tree, given: Tree) -> Tree:
+    """Return AReaL's defaults where its file is silent; a file with keys of ours has our defaults."""
     actor = given.get("actor")
-    if not isinstance(new.tree.get("actor"), dict) or not isinstance(actor, dict):
-        return
-    if _OURS & given.keys() or _CHOICES & actor.keys():
-        return
+    if not isinstance(actor, dict) or _OURS & given.keys() or _CHOICES & actor.keys():
+        return {}
     backends = [str(block.get("backend")) for block in given.values() if isinstance(block, dict)]
-    is_todays = bool(_OF_TODAY & given.keys()) or "reward_norm" in actor or any(":" in one for one in backends)
-    for key, value in (TODAY if is_todays else V03).items():
-        leaf = key.rpartition(".")[2]
-        is_given = _at(new.tree, key) is not None or leaf in actor
-        is_given |= leaf in ("baseline", "reward_scale") and "group_reward_norm" in actor
-        is_moot = (leaf == "kl_ctl" and not given.get("ref")) or (
-            leaf == "group_reward_norm" and "reward_norm" in actor
-        )
-        if not is_given and not is_moot:
-            *blocks, name = key.split(".")
-            functools.reduce(lambda block, part: block.setdefault(part, {}), blocks, new.tree)[name] = value
-            new.comments[key] = f"default of {'AReaL' if is_todays else 'AReaLite v0.3'}"
+    is_todays = bool(_OF_TODAY & given.keys()) or "reward_norm" in actor or any(":" in name for name in backends)
+    moot = [] if given.get("ref") else ["actor.kl_ctl"]
+    moot += ["actor.baseline", "actor.reward_scale"] if "group_reward_norm" in actor else []
+    return {
+        key: value
+        for key, value in (TODAY if is_todays else V03).items()
+        if key not in moot and lookup(tree, key) is ABSENT and lookup(given, key) is ABSENT
+    }
 
 
 def _refusals(text: str, config_cls: type[BaseExperimentConfig]) -> list[str]:
@@ -174,49 +122,15 @@ def _refusals(text: str, config_cls: type[BaseExperimentConfig]) -> list[str]:
     return []
 
 
-def _page(new: _Migrated, path: str) -> str:
-    """Return the file: the config with comments above changed keys, then what has no counterpart."""
-    lines = [f"# From {Path(path).name}, by arealite migrate: comments name the old keys.", *_lines(new.tree, "", new)]
-    for title, items in (("Without a counterpart here", new.gone), ("To decide", new.problems)):
+def _page(text: str, name: str, changes: list[str], problems: list[str]) -> str:
+    """Return the file: the config, then what has changed and what the user must decide, as comments."""
+    lines = [f"# From {name}, by arealite migrate."]
+    for title, items in (("Changes", changes), ("To decide", problems)):
         lines += [f"# {title}:", *map(_comment, items)] if items else []
-    return "\n".join(lines) + "\n"
-
-
-def _lines(block: Tree, prefix: str, new: _Migrated) -> Iterator[str]:
-    indent = "  " * prefix.count(".")
-    for name, value in block.items():
-        key = f"{prefix}{name}"
-        if key in new.comments:
-            yield indent + _comment(new.comments[key])
-        if isinstance(value, dict) and value:
-            yield f"{indent}{name}:"
-            yield from _lines(value, f"{key}.", new)
-        else:
-            yield from (indent + line for line in OmegaConf.to_yaml(OmegaConf.create({name: value})).splitlines())
+    first, *others = lines
+    return "\n".join([first, text.rstrip("\n"), *others]) + "\n"
 
 
 def _comment(text: str) -> str:
     """Return a comment of one line, without characters that end a line or that YAML rejects."""
-    return "# " + "".join(letter if letter.isprintable() else " " for letter in text)
-
-
-def _shown(key: str, value: Any) -> str:
-    """Return a value in one line without secrets, for a comment."""
-    shown = _without_secrets(key, value)
-    return shown if isinstance(shown, str) else json.dumps(shown, default=str)
-
-
-def _without_secrets(key: str, value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_secrets(str(name), inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_without_secrets(key, inner) for inner in value]
-    return "***" if re.search(r"(api_key|token|password|secret)$", key, re.IGNORECASE) else value
-
-
-def _at(tree: Tree, key: str) -> Any:
-    """Return the value at a dotted key, or None."""
-    value: Any = tree
-    for name in key.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
+    return "# - " + "".join(letter if letter.isprintable() else " " for letter in text)

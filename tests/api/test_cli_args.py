@@ -466,9 +466,10 @@ def test_documented_names_move_to_ours(tmp_path: Path, caplog: pytest.LogCapture
     assert config.rollout.server_addrs == ["localhost:30000"] and config.rollout.request_timeout == 60
     assert config.tokenizer_path == "Qwen/Qwen3-1.7B"
     assert {record.getMessage() for record in caplog.records} == {
-        "actor.lr is now actor.optimizer.lr. Rename it.",
-        "rollout.server_address is now rollout.server_addrs. Rename it.",
-        "rollout.timeout is now rollout.request_timeout. Rename it.",
+        "actor.lr is now actor.optimizer.lr=1e-05. Rename it.",
+        "actor.lr is now actor.optimizer.lr=3e-05. Rename it.",
+        "rollout.server_address is now rollout.server_addrs=http://localhost:30000. Rename it.",
+        "rollout.timeout is now rollout.request_timeout=60. Rename it.",
     }
 
 

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import copy
 import difflib
-import logging
 import operator
-import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, NoReturn
 
@@ -30,10 +28,6 @@ from arealite.api.servers import KINDS
 
 Tree = dict[str, Any]
 
-logger = logging.getLogger("arealite.config")
-# All ranks of a run read the same config: only rank 0 logs warnings about it.
-logger.addFilter(lambda record: os.environ.get("RANK", "0") == "0")
-
 
 @dataclass(frozen=True)
 class Dropped:
@@ -41,21 +35,6 @@ class Dropped:
 
     reason: str
     accepts: tuple[Any, ...] | None = None  # the values that load; None is any
-
-
-@dataclass(frozen=True)
-class Change:
-    """An old key and our keys with their values in its place; without keys, `why` it has no effect."""
-
-    old: str
-    new: Mapping[str, Any] = field(default_factory=dict)
-    why: str = ""
-
-    def report(self, changes: list[Change], *, as_words: str = "") -> None:
-        """Log one warning and add the change to the list; `as_words` describes new keys with their values."""
-        effect = f"is now {as_words or ' '.join(self.new)}. Rename it." if self.new else f"has no effect: {self.why}."
-        logger.warning("%s %s%s", self.old, effect, "" if self.new else " Remove it.")
-        changes.append(self)
 
 
 _PPO = (
@@ -151,6 +130,11 @@ _LOSS_SCALE = Dropped("compute is bfloat16 or float32, whose losses are not scal
 _NAME_RESOLVE = Dropped("the run itself is the registry of its servers")
 
 DROPPED = {
+    "defaults": Dropped(
+        "Hydra's config groups are not read: write the keys of those files into this one, each under its block, e.g. "
+        "`cluster: {n_gpus_per_node: 8}`",
+        (["_self_"], []),
+    ),
     "checkpointer": Dropped("`recover` replaces it"),
     "server_only": Dropped("allocation_mode alone says it, e.g. sglang.d4 starts only servers", (False,)),
     "total_train_n_seqs": Dropped("total_train_steps bounds training", (None,)),
@@ -180,9 +164,6 @@ DROPPED = {
     "*_dataset.pin_memory": Dropped("engines move batches to their device themselves"),
     "*_dataset.num_workers": Dropped("the loop reads rows itself, when a batch needs them"),
     "*_dataset.reward_fn": Dropped("the script passes the reward function to the workflow"),
-    "rollout.blocking_call_s": Dropped("a workflow that blocks the event loop is reported after one second"),
-    "launcher.on_stall": Dropped("a stall ends the run with exit status 4", ("stop",)),
-    "*.node_timeout": Dropped("a rank ends 30 s after another node has fallen silent"),
     **{f"{role}.{key}": _FROZEN for role in ("ref", "teacher") for key in _ALGORITHM},
     "stats_logger.swanlab.api_key": Dropped("secrets stay out of stored configs: export SWANLAB_API_KEY", (None,)),
 }
@@ -197,47 +178,44 @@ ONCE_NULL = ("*gconfig.stop", "*_dataset.type")
 
 
 def migrate(
-    given: dict[str, Any],
+    sources: Mapping[str, Tree],
     keys: Mapping[str, ConfigKey],
     problems: list[str],
-    changes: list[Change],
+    changes: list[str],
     *,
     has_others: bool = False,
-) -> dict[str, Any]:
-    """Return `given` with old keys moved or dropped, and append to `changes`; keys in `keys` stay as they are.
+) -> dict[str, Tree]:
+    """Return what was given, by place, with old keys moved or dropped; keys in `keys` stay as they are.
 
-    Values that we do not implement are added to `problems`. With `has_others`, blocks that are not in `keys` belong to
-    the script and stay.
+    `changes` gets a sentence for each old key, `problems` one for each value that we do not implement. With
+    `has_others`, blocks that are not in `keys` belong to the script and stay.
     """
-    moved: dict[str, Any] = {}
-    given = _translated(given, changes)
-    others = {name: given.pop(name) for name in ("defaults", *_CORE_BLOCKS) if has_others and name in given}
-    if isinstance(groups := given.get("defaults"), list) and "defaults" not in keys:
-        del given["defaults"]
-        if read := [group for group in groups if group != "_self_"]:
-            problems.append(
-                f"defaults must name nothing but _self_: got {read}. Hydra's config groups are not read: write the "
-                "keys of those files into this one, each under its block, e.g. `cluster: {n_gpus_per_node: 8}`."
-            )
-    kept = _sort(given, "", keys, moved, problems, changes)
-    kept |= others
-    for old, value in moved.items():
-        _put(kept, RENAMED[old], value, old)
-    return kept
+    migrated = {}
+    for place, given in sources.items():
+        given = _translated(given, changes)
+        others = {name: given.pop(name) for name in ("defaults", *_CORE_BLOCKS) if has_others and name in given}
+        moved: Tree = {}
+        migrated[place] = _sort(given, "", keys, moved, problems, changes) | others
+        for old, value in moved.items():
+            _put(migrated[place], RENAMED[old], value, old)
+    return _without_placements(migrated, changes)
 
 
-def _translated(given: dict[str, Any], changes: list[Change]) -> dict[str, Any]:
+def _renamed(old: str, new: Mapping[str, Any]) -> str:
+    """Return a sentence on an old key in whose place our keys stand, written as overrides."""
+    words = " ".join(f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in new.items())
+    return f"{old} is now {words}. Rename it."
+
+
+def _translated(given: Tree, changes: list[str]) -> Tree:
     """Return a copy in which AReaL's blocks of normalisation and its backends with sizes have become our keys."""
     given = copy.deepcopy(given)
     names = ("rollout", "actor", "critic", "model", "ref")
-    blocks: dict[str, dict[str, Any]] = {name: given[name] for name in names if isinstance(given.get(name), dict)}
+    blocks: dict[str, Tree] = {name: given[name] for name in names if isinstance(given.get(name), dict)}
     for name, block in blocks.items():
         for norm in ("adv_norm", "reward_norm"):
-            choices = _norm_choices(norm, block)
-            if choices:
-                words = ", ".join(f"{key}: {str(value).lower()}" for key, value in choices.items())
-                new = {f"{name}.{key}": value for key, value in choices.items()}
-                Change(f"{name}.{norm}", new).report(changes, as_words=words)
+            if choices := _norm_choices(norm, block):
+                changes.append(_renamed(f"{name}.{norm}", {f"{name}.{key}": value for key, value in choices.items()}))
                 del block[norm]
                 block |= {key: value for key, value in choices.items() if key not in block}
     sizes = {name: str(block.get("backend")) for name, block in blocks.items() if name not in ("ref", "critic")}
@@ -249,8 +227,7 @@ def _translated(given: dict[str, Any], changes: list[Change]) -> dict[str, Any]:
     mode = given.get("allocation_mode")
     if isinstance(mode, str) and re.search(r"\w:\w", mode):
         given["allocation_mode"] = mode.replace("fsdp:", "").replace(":", ".")
-        new = {"allocation_mode": given["allocation_mode"]}
-        Change("allocation_mode", new).report(changes, as_words=given["allocation_mode"])
+        changes.append(_renamed("allocation_mode", {"allocation_mode": given["allocation_mode"]}))
     return given
 
 
@@ -274,15 +251,15 @@ def _norm_choices(norm: str, block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sort(
-    block: dict[str, Any],
+    block: Tree,
     prefix: str,
     keys: Mapping[str, ConfigKey],
-    moved: dict[str, Any],
+    moved: Tree,
     problems: list[str],
-    changes: list[Change],
-) -> dict[str, Any]:
+    changes: list[str],
+) -> Tree:
     """Return the block without old keys, and put those that move into `moved`, by dotted name."""
-    kept: dict[str, Any] = {}
+    kept: Tree = {}
     is_passed_through = prefix[:-1] in keys and keys[prefix[:-1]].block is None
     matches = operator.eq if is_passed_through else fnmatchcase  # `backend` may be an option of a server
     for name, value in block.items():
@@ -297,7 +274,7 @@ def _sort(
             kept |= {name: left} if left else {}
         elif key in RENAMED:
             moved[key] = "broadcast" if value == "xccl" else value
-            Change(key, {RENAMED[key]: moved[key]}).report(changes)
+            changes.append(_renamed(key, {RENAMED[key]: moved[key]}))
         elif dropped := next((entry for pattern, entry in DROPPED.items() if matches(key, pattern)), None):
             problems += _drop(key, value, dropped, changes)
         else:
@@ -305,14 +282,14 @@ def _sort(
     return kept
 
 
-def _drop(key: str, value: Any, dropped: Dropped, changes: list[Change]) -> list[str]:
+def _drop(key: str, value: Any, dropped: Dropped, changes: list[str]) -> list[str]:
     """Warn about a dropped key, or return a sentence if its value is not accepted."""
     is_reference = isinstance(value, str) and value.startswith("${")
     plain = value.partition(":")[0] if isinstance(value, str) else value  # AReaL's `fsdp:d4`
     if dropped.accepts is not None and plain not in dropped.accepts and not is_reference:
         got = "another value" if key.endswith("api_key") else repr(value)  # a secret must not reach the logs
         return [f"{key} must be {dropped.accepts[0]!r}: got {got}. Remove it: {dropped.reason}."]
-    Change(key, why=dropped.reason).report(changes)
+    changes.append(f"{key} has no effect: {dropped.reason}. Remove it.")
     return []
 
 
@@ -347,7 +324,7 @@ _CALLS = TypeAdapter(dict[str, _Call])
 _EXAMPLE = "placement_group: {strategy: PACK, bundles: [{GPU: 8}]}"
 
 
-def without_placements(sources: Mapping[str, Tree], changes: list[Change]) -> dict[str, Tree]:
+def _without_placements(sources: Mapping[str, Tree], changes: list[str]) -> dict[str, Tree]:
     """Return what was given, by place, with AReaL Core's mapping of `allocation_mode` as our string and `workers`.
 
     `<role>_train` and `<role>_inf` are the workers of a role; `actor_gen` is the servers, of the kind that
@@ -365,7 +342,7 @@ def without_placements(sources: Mapping[str, Tree], changes: list[Change]) -> di
     placements = OmegaConf.merge(*(value for value in given.values() if isinstance(value, dict)))
     blocks = [tree["rollout"] for tree in sources.values() if isinstance(tree.get("rollout"), dict)]
     backends = [block["backend"] for block in blocks if block.get("backend")]
-    mode, workers = _servers_and_workers(placements, (backends or [InferenceEngineConfig().backend])[-1])
+    mode, workers = _servers_and_workers(placements, (backends or [InferenceEngineConfig().backend])[-1], changes)
     for tree in sources.values():
         blocks = tree["workers"] if isinstance(tree.get("workers"), dict) else {}
         for role in workers.keys() & blocks.keys():
@@ -374,13 +351,12 @@ def without_placements(sources: Mapping[str, Tree], changes: list[Change]) -> di
                     got = f"workers.{role}.{name} and {key}.{role}_train or {role}_inf"
                     _fail(f"the workers of {role} must be given once", got, "Remove one.")
     new = {f"workers.{role}.{name}": value for role, wish in workers.items() for name, value in wish.items()}
-    words = " ".join(f"{name}={value}" for name, value in new.items())
-    Change(key, {key: mode, **new}).report(changes, as_words=f"{mode} with {words}")
+    changes.append(_renamed(key, {key: mode, **new}))
     plain[last] = OmegaConf.to_container(OmegaConf.merge(plain[last], {key: mode, "workers": workers}))
     return plain
 
 
-def _servers_and_workers(placements: Any, backend: str) -> tuple[str, dict[str, Tree]]:
+def _servers_and_workers(placements: Any, backend: str, changes: list[str]) -> tuple[str, dict[str, Tree]]:
     """Return the string, and ranks and strategy by role."""
     try:
         calls = _CALLS.validate_python(OmegaConf.to_container(placements))
@@ -400,7 +376,9 @@ def _servers_and_workers(placements: Any, backend: str) -> tuple[str, dict[str, 
                 _fail(f"{key} must be servers whose kind rollout.backend names", got, change)
             servers = f"{backend}.d{sum(sizes)}p1t1+"
             if strategy is not None:
-                logger.warning("%s.placement_group.strategy has no effect: servers fill the nodes in order.", key)
+                changes.append(
+                    f"{key}.placement_group.strategy has no effect: servers fill the nodes in order. Remove it."
+                )
             continue
         if len(sizes) == 1:
             strategy = "STRICT_PACK"  # a bundle never leaves a node

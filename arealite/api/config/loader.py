@@ -23,20 +23,23 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from arealite.api.config.experiment import BaseExperimentConfig
-from arealite.api.config.legacy import Change, Tree, guess, hint, migrate, without_placements
+from arealite.api.config.legacy import Tree, guess, hint, migrate
 from arealite.api.config.types import MISSING, ConfigKey, config_help, config_keys, rule_of
 from arealite.api.errors import ConfigError
 from arealite.api.script import refuse_import, show_errors_briefly
 from arealite.utils.terminal import until_reader_leaves
 
 logger = logging.getLogger("arealite.config")
+# All ranks of a run read the same config: only rank 0 logs warnings about it.
+logger.addFilter(lambda record: os.environ.get("RANK", "0") == "0")
 
 ConfigT = TypeVar("ConfigT", bound=BaseExperimentConfig)
 Keys = dict[str, ConfigKey]
 Sources = dict[str, Tree]
 """Values by the place that they were given in, which an error names; later ones win."""
 
-_ABSENT = object()
+ABSENT = object()
+"""What `lookup` returns without a value."""
 _HEADER = "# from environment variables: "
 _ARTICLES = {"block": "a ", "list": "a ", "number": "a ", "integer": "an "}
 
@@ -57,11 +60,10 @@ def load_expr_config(
     keys = {key.name: key for key in config_keys(config_cls)}
     given = {f"in {config_file}": read_yaml(config_file), "on the command line": read_overrides(overrides)}
     problems: list[str] = []
-    changes: list[Change] = []
-    migrated = {
-        place: migrate(values, keys, problems, changes, has_others=ignore_unknown) for place, values in given.items()
-    }
-    sources = without_placements(migrated, changes)
+    changes: list[str] = []
+    sources = migrate(given, keys, problems, changes, has_others=ignore_unknown)
+    for change in changes:
+        logger.warning(change)
     for place, values in sources.items():
         problems += _key_problems(values, "", place, keys, ignore_unknown=ignore_unknown)
     if problems:
@@ -247,20 +249,20 @@ def _resolve(
     given = cast(Tree, OmegaConf.to_container(OmegaConf.merge(*map(OmegaConf.create, sources.values()))))
     defaults = config_cls().model_dump()
     for key in keys.values():
-        is_given = key.block is not None and isinstance(_lookup(given, key.name), dict)
-        if is_given and _lookup(defaults, key.name) is None:
-            _lookup(defaults, key.parent)[key.leaf] = cast(Any, key.block)().model_dump()
+        is_given = key.block is not None and isinstance(lookup(given, key.name), dict)
+        if is_given and lookup(defaults, key.name) is None:
+            lookup(defaults, key.parent)[key.leaf] = cast(Any, key.block)().model_dump()
     tree = _laid_over(defaults, given)
     absent = {name for name, value in tree.items() if value is None}
     for name, source in config_cls.sources().items():
         block, _, leaf = name.rpartition(".")
-        is_given = _lookup(given, name) is not _ABSENT and not _repeats_a_name(sources, name, source)
+        is_given = lookup(given, name) is not ABSENT and not _repeats_a_name(sources, name, source)
         is_block_absent = not absent.isdisjoint(key.partition(".")[0] for key in (name, source))
-        is_left_missing = _lookup(defaults, name) == MISSING and _lookup(given, source) is _ABSENT
+        is_left_missing = lookup(defaults, name) == MISSING and lookup(given, source) is ABSENT
         if not (is_given or is_block_absent or is_left_missing):
-            _lookup(tree, block)[leaf] = f"${{{source}}}"
+            lookup(tree, block)[leaf] = f"${{{source}}}"
     for key in keys.values():
-        if _lookup(tree, key.name) == MISSING:
+        if lookup(tree, key.name) == MISSING:
             fix = f"Set it in {config_file} or add {key.name}=... to the command."
             raise ConfigError(f"{key.name} must be given: got nothing. {fix} ({key.doc})")
     return tree, cast(Tree, OmegaConf.to_container(OmegaConf.create(tree), resolve=True, throw_on_missing=True))
@@ -279,19 +281,19 @@ def _repeats_a_name(sources: Sources, name: str, source: str) -> bool:
     file, command_line = sources.values()
     return (
         name.rpartition(".")[2] in ("experiment_name", "trial_name", "fileroot")
-        and _lookup(file, name) == _lookup(file, source)
-        and _lookup(command_line, name) is _ABSENT
-        and _lookup(command_line, source) is not _ABSENT
+        and lookup(file, name) == lookup(file, source)
+        and lookup(command_line, name) is ABSENT
+        and lookup(command_line, source) is not ABSENT
     )
 
 
-def _lookup(tree: Tree, name: str) -> Any:
-    """Return what stands at a dotted key, or a reference in place of one of its blocks; `_ABSENT` if nothing does."""
+def lookup(tree: Tree, name: str) -> Any:
+    """Return what stands at a dotted key, or a reference in place of one of its blocks; `ABSENT` if nothing does."""
     node: Any = tree
     for part in filter(None, name.split(".")):
         if not isinstance(node, dict):
-            return node if _is_reference(node) else _ABSENT
-        node = node.get(part, _ABSENT)
+            return node if _is_reference(node) else ABSENT
+        node = node.get(part, ABSENT)
     return node
 
 
@@ -303,7 +305,7 @@ def _validate(config_cls: type[ConfigT], values: Tree, keys: Keys, sources: Sour
         problems = {_key_of(problem, keys): problem for problem in error.errors()}
         lines = []
         for name, problem in problems.items():
-            place = next((p for p, given in reversed(sources.items()) if _lookup(given, name) is not _ABSENT), None)
+            place = next((p for p, given in reversed(sources.items()) if lookup(given, name) is not ABSENT), None)
             source = config_cls.sources().get(name)
             if place is None and source in problems:
                 continue
