@@ -5,13 +5,12 @@
     servers = backend "." dims, e.g. sglang.d4
     dims    = one or more of d<N> (data), p<N> (pipeline), t<N> or m<N> (tensor), each at most once; a missing one is 1
 
-With "+" each side has devices of its own; with "|" both have the same, one in lite.d1|d1. The whole string must match;
-an error points at the place. A side that is absent has no replicas: data size 0.
+With "+" each side has devices of its own; with "|" both have the same, one in lite.d1|d1. A side that is absent has no
+replicas: data size 0.
 """
 
 from __future__ import annotations
 
-import difflib
 import enum
 import re
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import NoReturn
 
 from arealite.api.errors import ConfigError
 from arealite.api.servers import KINDS
+from arealite.utils.terminal import nearest
 
 COLOCATED_BACKEND = "lite"
 """Its server runs in the trainer's process; others on the trainer's devices sleep while it computes."""
@@ -66,41 +66,38 @@ class AllocationMode:
 
     @classmethod
     def from_str(cls, text: str) -> AllocationMode:
-        """Parse an allocation string; ConfigError (a ValueError) points at what is wrong."""
-        if not text:
-            _fail(text, 0, "nothing", "Write servers and trainers, e.g. sglang.d4p1t1+d4p1t1.")
-        if "|" in text:
-            return cls._colocated(text, text.index("|"))
-        starts = [0, *(plus.end() for plus in re.finditer(r"\+", text))]
-        match [_side(text, start, text[start:].partition("+")[0]) for start in starts]:
-            case [(None, train)] if train is _ABSENT:
-                _fail(text, 0, "eval without servers", "Write servers first, e.g. sglang.d4+eval.")
-            case [(None, train)]:
-                return cls(AllocationType.TRAIN_ONLY, None, _ABSENT, train)
-            case [(backend, gen)]:
-                return cls(AllocationType.LLM_SERVER_ONLY, backend, gen, _ABSENT)
-            case [(str(backend), gen), (None, train)] | [(None, train), (str(backend), gen)]:
-                type_ = AllocationType.DECOUPLED_EVAL if train is _ABSENT else AllocationType.DECOUPLED_TRAIN
-                return cls(type_, backend, gen, train)
-            case [(None, _), (None, _)]:
-                names = ", ".join(KINDS)
-                _fail(text, 0, "no servers", f"Put a backend ({names}) and a dot before one side, e.g. sglang.d4+d4.")
-            case [_, _]:
-                _fail(text, starts[1], "servers on both sides", "Name a backend on one side only.")
+        """Parse an allocation string; ConfigError (a ValueError) names what is wrong."""
+        parts = re.split(r"[+|]", text)
+        servers = [part for part in parts if "." in part]
+        trainers = [part for part in parts if "." not in part and part != "eval"]
+        backend = servers[0].partition(".")[0] if servers else None
+        if backend is not None and backend not in KINDS:
+            _fail(text, f"backend {backend!r}", nearest(backend.lower(), KINDS))
+        if kind := next((kind for part in trainers for kind in KINDS if part.startswith(kind)), None):
+            _fail(text, f"{kind!r} without a dot and sizes", f"Write e.g. {kind}.d4.")
+        gen = _sizes(text, servers[0].partition(".")[2]) if servers else _ABSENT
+        train = _sizes(text, trainers[0]) if trainers else _ABSENT
+        separators = re.sub(r"[^+|]", "", text)
+        match len(servers), len(trainers), len(parts), separators:
+            case 1, 0, 1, "":
+                type_ = AllocationType.LLM_SERVER_ONLY
+            case 0, 1, 1, "":
+                type_ = AllocationType.TRAIN_ONLY
+            case 1, 1, 2, "+":
+                type_ = AllocationType.DECOUPLED_TRAIN
+            case 1, 0, 2, "+":
+                type_ = AllocationType.DECOUPLED_EVAL
+            case 1, 1, 2, "|" if gen.world_size == train.world_size:
+                type_ = AllocationType.COLOCATED
+            case 1, 1, 2, "|":
+                _fail(text, "other devices", "Write as many on both sides, e.g. sglang.d2|d2, or '+'.")
             case _:
-                _fail(text, starts[2] - 1, "a second '+'", "Write at most two sides.")
-
-    @classmethod
-    def _colocated(cls, text: str, at: int) -> AllocationMode:
-        """Parse sides that share a device, with `|` at a place."""
-        match _side(text, 0, text[:at]), _side(text, at + 1, text[at + 1 :]):
-            case ((str(backend), gen), (None, train)) | ((None, train), (str(backend), gen)) if train is not _ABSENT:
-                if backend == COLOCATED_BACKEND and (gen.world_size, train.world_size) != (1, 1):
-                    _fail(text, at, "more than one device", "Write lite.d1|d1, or '+' for servers beside the trainer.")
-                if gen.world_size != train.world_size:
-                    _fail(text, at, "other devices", "Write as many on both sides, e.g. sglang.d2|d2, or '+'.")
-                return cls(AllocationType.COLOCATED, backend, gen, train)
-        _fail(text, at, "'|' without a server and a trainer", "Write lite.d1|d1.")
+                _fail(
+                    text, text or "nothing", "Write e.g. sglang.d4+d4, sglang.d4|d4, sglang.d4+eval, sglang.d4 or d4."
+                )
+        if type_ is AllocationType.COLOCATED and backend == COLOCATED_BACKEND and gen.world_size > 1:
+            _fail(text, "more than one device", "Write lite.d1|d1, or '+' for servers beside the trainer.")
+        return cls(type_, backend, gen, train)
 
     def __str__(self) -> str:
         servers = f"{self.gen_backend}.{self.gen}" if self.gen.data else ""
@@ -165,36 +162,16 @@ class AllocationMode:
         return self.train.world_size
 
 
-def _side(text: str, start: int, part: str) -> tuple[str | None, ParallelSizes]:
-    """Parse `eval`, whose sizes are absent, `<backend>.<dims>` or `<dims>`."""
-    if part == "eval":
-        return None, _ABSENT
-    backend, dot, dims = part.partition(".") if "." in part else ("", "", part)
-    if dot and backend not in KINDS:
-        near = difflib.get_close_matches(backend.lower(), KINDS, n=1)
-        change = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(KINDS)}."
-        _fail(text, start, f"backend {backend!r}", change)
-    if not dot and (kind := next(filter(part.startswith, KINDS), None)):
-        _fail(text, start + len(kind), f"{kind!r} without a dot and sizes", f"Write e.g. {kind}.d4.")
-    start += len(backend + dot)
-    sizes, end = dict[str, int](), 0
-    while size := re.compile(r"([dptm])([1-9][0-9]*)").match(dims, end):
-        name = _DIMENSIONS[size[1]]
-        if name in sizes:
-            _fail(text, start + end, f"the {name} size twice", f"Remove one of them (m is another name of t): {dims}")
-        sizes[name], end = int(size[2]), size.end()
-    if end < len(dims):
-        if dims[end] in _DIMENSIONS:
-            _fail(text, start + end + 1, f"{dims[end]!r} without a number", f"Write one from 1 on, e.g. {dims[end]}1.")
-        change = "Only d<N> (data), p<N> (pipeline) and t<N> (tensor) may stand here."
-        _fail(text, start + end, repr(dims[end]), change)
-    if not sizes:
-        _fail(text, start, "no sizes", "Write at least one of d<N>, p<N>, t<N>, e.g. d4.")
-    return backend or None, ParallelSizes(**sizes)
+def _sizes(text: str, part: str) -> ParallelSizes:
+    """Parse sizes such as d4p1t1."""
+    found = re.findall(r"([dptm])([1-9][0-9]*)", part)
+    sizes = {_DIMENSIONS[letter]: int(size) for letter, size in found}
+    if not found or len(sizes) < len(found) or "".join(map("".join, found)) != part:
+        change = "Write at least one of d<N> (data), p<N> (pipeline) and t<N> or m<N> (tensor), each once, N from 1 on."
+        _fail(text, f"sizes {part!r}", change)
+    return ParallelSizes(**sizes)
 
 
-def _fail(text: str, position: int, got: str, change: str) -> NoReturn:
-    """Raise with a caret under the place."""
-    raise ConfigError(
-        f"allocation_mode must be <backend>.<sizes>+<sizes>: got {got}. {change}\n    {text}\n    {' ' * position}^"
-    )
+def _fail(text: str, got: str, change: str) -> NoReturn:
+    place = "" if got == text else f" in {text!r}"
+    raise ConfigError(f"allocation_mode must be <backend>.<sizes>+<sizes>: got {got}{place}. {change}")

@@ -67,53 +67,50 @@ def test_one_sided_strings(text: str, type_: AllocationType, gen_world_size: int
 
 
 @pytest.mark.parametrize(
-    ("text", "position", "words"),
+    ("text", "words"),
     [
-        ("", 0, "nothing"),
-        ("sglang.d4p1t1+d4p1t1 ", 20, "' '"),
-        (" d4", 0, "' '"),
-        ("d4p1t1x", 6, "'x'"),
-        ("d0", 1, "without a number"),
-        ("sglang.d4+t0", 11, "without a number"),
-        ("d04", 1, "without a number"),
-        ("d", 1, "without a number"),
-        ("d-1", 1, "without a number"),
-        ("d4d2", 2, "twice"),
-        ("sglang.d4t1m2+d1", 11, "the tensor size twice"),
-        ("D4", 0, "'D'. Only d<N>"),
-        ("SGLang.d4+d4", 0, "Did you mean sglang"),
-        ("sglng.d4+d4", 0, "Did you mean sglang"),
-        ("megatron.d4+d4", 0, "Use one of"),
-        ("d4+d4", 0, "no servers"),
-        ("sglang.d4+lite.d4", 10, "both sides"),
-        ("sglang:d4+d4", 6, "without a dot"),
-        ("sglang", 6, "without a dot"),
-        ("sglang.", 7, "no sizes"),
-        ("sglang.+d4", 7, "no sizes"),
-        ("d4+", 3, "no sizes"),
-        ("+", 0, "no sizes"),
-        ("eval", 0, "eval without servers"),
-        ("sglang.d4+d4+d4", 12, "second '+'"),
-        ("sglang.d2|d1", 9, "other devices"),
-        ("d1|vllm.d1t2", 2, "other devices"),
-        ("lite.d2|d2", 7, "more than one device"),
-        ("lite.d1|t2", 7, "more than one device"),
-        ("d1|d1", 2, "'|' without a server and a trainer"),
-        ("lite.d1|eval", 7, "'|' without a server and a trainer"),
-        ("lite.d1|lite.d1", 7, "'|' without a server and a trainer"),
-        ("lite.d1|d1|d1", 10, "'|'"),
-        ("lite.d1|", 8, "no sizes"),
-        ("lite.d1+d1|d1", 7, "'+'"),
-        ("sglang.d４+d4", 8, "without a number"),
+        ("", "sizes ''"),
+        ("sglang.d4p1t1+d4p1t1 ", "sizes 'd4p1t1 ' in"),
+        (" d4", "sizes ' d4'"),
+        ("d4p1t1x", "sizes 'd4p1t1x'"),
+        ("d0", "sizes 'd0'"),
+        ("sglang.d4+t0", "sizes 't0' in 'sglang.d4+t0'"),
+        ("d04", "sizes 'd04'"),
+        ("d", "sizes 'd'"),
+        ("d-1", "sizes 'd-1'"),
+        ("d4d2", "each once"),
+        ("sglang.d4t1m2+d1", "sizes 'd4t1m2'"),
+        ("D4", "sizes 'D4'"),
+        ("SGLang.d4+d4", "Did you mean sglang"),
+        ("sglng.d4+d4", "Did you mean sglang"),
+        ("megatron.d4+d4", "Use one of"),
+        ("d4+d4", "got d4+d4. Write e.g. sglang.d4+d4"),
+        ("sglang.d4+lite.d4", "got sglang.d4+lite.d4. Write e.g. sglang.d4+d4"),
+        ("sglang:d4+d4", "without a dot"),
+        ("sglang", "without a dot"),
+        ("sglang.", "sizes ''"),
+        ("sglang.+d4", "sizes ''"),
+        ("d4+", "got d4+. Write e.g. sglang.d4+d4"),
+        ("+", "sizes ''"),
+        ("eval", "got eval. Write e.g. sglang.d4+d4"),
+        ("sglang.d4+d4+d4", "got sglang.d4+d4+d4. Write e.g. sglang.d4+d4"),
+        ("sglang.d2|d1", "other devices"),
+        ("d1|vllm.d1t2", "other devices"),
+        ("lite.d2|d2", "more than one device"),
+        ("lite.d1|t2", "other devices"),
+        ("d1|d1", "got d1|d1. Write e.g. sglang.d4+d4"),
+        ("lite.d1|eval", "got lite.d1|eval. Write e.g. sglang.d4+d4"),
+        ("lite.d1|lite.d1", "got lite.d1|lite.d1. Write e.g. sglang.d4+d4"),
+        ("lite.d1|d1|d1", "got lite.d1|d1|d1. Write e.g. sglang.d4+d4"),
+        ("lite.d1|", "sizes ''"),
+        ("lite.d1+d1|d1", "got lite.d1+d1|d1. Write e.g. sglang.d4+d4"),
+        ("sglang.d４+d4", "sizes 'd４'"),
     ],
 )
-def test_mistakes_are_pointed_at(text: str, position: int, words: str) -> None:
+def test_mistakes_are_named(text: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         AllocationMode.from_str(text)
-    message, string, caret = str(caught.value).split("\n")
-    assert words in message
-    assert string == f"    {text}"
-    assert caret.index("^") - 4 == position
+    assert words in str(caught.value) and str(caught.value).startswith("allocation_mode must be <backend>.")
     assert isinstance(caught.value, ValueError)
 
 
