@@ -35,6 +35,16 @@ class AllocationType(enum.Enum):
     TRAIN_ONLY = "trainers"
 
 
+_TYPES = {
+    (1, 0, ""): AllocationType.LLM_SERVER_ONLY,
+    (0, 1, ""): AllocationType.TRAIN_ONLY,
+    (1, 1, "+"): AllocationType.DECOUPLED_TRAIN,
+    (1, 0, "+"): AllocationType.DECOUPLED_EVAL,
+    (1, 1, "|"): AllocationType.COLOCATED,
+}
+"""By the numbers of servers and trainers, and what stands between the sides."""
+
+
 @dataclass(frozen=True)
 class ParallelSizes:
     """Sizes of one side; `data` replicas of `pipeline` x `tensor` workers each."""
@@ -77,24 +87,11 @@ class AllocationMode:
             _fail(text, f"{kind!r} without a dot and sizes", f"Write e.g. {kind}.d4.")
         gen = _sizes(text, servers[0].partition(".")[2]) if servers else _ABSENT
         train = _sizes(text, trainers[0]) if trainers else _ABSENT
-        separators = re.sub(r"[^+|]", "", text)
-        match len(servers), len(trainers), len(parts), separators:
-            case 1, 0, 1, "":
-                type_ = AllocationType.LLM_SERVER_ONLY
-            case 0, 1, 1, "":
-                type_ = AllocationType.TRAIN_ONLY
-            case 1, 1, 2, "+":
-                type_ = AllocationType.DECOUPLED_TRAIN
-            case 1, 0, 2, "+":
-                type_ = AllocationType.DECOUPLED_EVAL
-            case 1, 1, 2, "|" if gen.world_size == train.world_size:
-                type_ = AllocationType.COLOCATED
-            case 1, 1, 2, "|":
-                _fail(text, "other devices", "Write as many on both sides, e.g. sglang.d2|d2, or '+'.")
-            case _:
-                _fail(
-                    text, text or "nothing", "Write e.g. sglang.d4+d4, sglang.d4|d4, sglang.d4+eval, sglang.d4 or d4."
-                )
+        type_ = _TYPES.get((len(servers), len(trainers), "".join(re.findall(r"[+|]", text))))
+        if type_ is None:
+            _fail(text, text, "Write e.g. sglang.d4+d4, sglang.d4|d4, sglang.d4+eval, sglang.d4 or d4.")
+        if type_ is AllocationType.COLOCATED and gen.world_size != train.world_size:
+            _fail(text, "other devices", "Write as many on both sides, e.g. sglang.d2|d2, or '+'.")
         if type_ is AllocationType.COLOCATED and backend == COLOCATED_BACKEND and gen.world_size > 1:
             _fail(text, "more than one device", "Write lite.d1|d1, or '+' for servers beside the trainer.")
         return cls(type_, backend, gen, train)

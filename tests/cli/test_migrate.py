@@ -148,7 +148,7 @@ rollout: {enable_rollout_tracing: true}
     assert loaded(tmp_path).actor.baseline == "none"
     keys, text = migrated(tmp_path, f"{old}mine: {{a: 1}}\n", status=1)
     assert keys["mine"] == {"a": 1}, "a config class of the user's may have it"
-    assert "# - mine must be a key of GRPOConfig: got it. Remove it; --help lists all keys." in text.splitlines()
+    assert "# - mine must be a key of GRPOConfig: got it. Remove it; --help lists all keys" in text
 
 
 def test_one_of_ours_stays_as_it_is(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ several keys, and its `check()` refuses contradictions.
 Every failure is a ConfigError that names key, value and fix. Only the YAML file is read and nothing is written.
 """
 
+import difflib
 import itertools
 import json
 import logging
@@ -23,7 +24,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from arealite.api.config.experiment import BaseExperimentConfig
-from arealite.api.config.legacy import Tree, guess, hint, migrate
+from arealite.api.config.legacy import Tree, migrate
 from arealite.api.config.types import MISSING, ConfigKey, config_help, config_keys, rule_of
 from arealite.api.errors import ConfigError
 from arealite.api.script import refuse_import, show_errors_briefly
@@ -50,7 +51,7 @@ def load_expr_config(
     """Load `--config FILE key=value ...` and return the config and the file's path.
 
     `ignore_unknown` leaves out unknown keys at the top level and in blocks that experiments extend, for a program that
-    reads the common part of someone's own config class; it warns of what looks like a typo.
+    reads the common part of someone's own config class, which judges them itself.
     """
     show_errors_briefly()
     refuse_import()
@@ -74,9 +75,7 @@ def load_expr_config(
         got = str(error).splitlines()[0]
         message = f"{error.full_key} must refer to keys that exist: got {got}. Correct the ${{...}}."
         raise ConfigError(message) from error
-    if ignore_unknown:
-        _drop_unknown(values, keys)
-    config = _validate(config_cls, values, keys, sources)
+    config = _validate(config_cls, values, keys, sources, ignore_unknown=ignore_unknown)
     config.derive()
     config.check()
     config._from_environment = _from_environment(references, values)
@@ -189,18 +188,19 @@ def read_overrides(overrides: list[str]) -> Tree:
 
 def _key_problems(values: Tree, prefix: str, place: str, keys: Keys, *, ignore_unknown: bool) -> Iterator[str]:
     """Yield what is wrong with keys: unknown ones, and plain values in place of blocks and vice versa; drop empty
-    blocks. Unknown keys of a script are its own, but for what looks like a typo."""
-    is_open = ignore_unknown and _is_open(prefix, keys)
+    blocks. Unknown keys of a script, at the top level and in blocks that experiments extend, are its own."""
+    block = keys[prefix[:-1]].block if prefix else None
+    has_others = ignore_unknown and (block is None or block.IS_EXTENDED)
     for name, value in list(values.items()):
         key = keys.get(f"{prefix}{name}")
         if key is not None and "." in str(name):  # OmegaConf would keep it beside the block, and nothing would read it
-            block, _, leaf = str(name).rpartition(".")
-            yield f"{key.name} must stand in its block: got it with dots {place}. Write {leaf} under {block}."
-        elif key is None and is_open:
-            if guessed := guess(f"{prefix}{name}", keys, cutoff=0.8, has_namesakes=False):
-                logger.warning("%s%s is left to the script. %s", prefix, name, guessed)
+            parent, _, leaf = str(name).rpartition(".")
+            yield f"{key.name} must stand in its block: got it with dots {place}. Write {leaf} under {parent}."
+        elif key is None and not has_others:
+            experiment = next(iter(keys.values())).owner.__name__
+            yield f"{prefix}{name} must be a key of {experiment}: got it {place}. {_advice(f'{prefix}{name}', keys)}"
         elif key is None:
-            yield from _unknown(f"{prefix}{name}", value, place, keys)
+            continue
         elif key.block is not None and isinstance(value, dict):
             yield from _key_problems(value, f"{key.name}.", place, keys, ignore_unknown=ignore_unknown)
         elif key.is_mapping and value is None and not key.is_optional:
@@ -210,32 +210,16 @@ def _key_problems(values: Tree, prefix: str, place: str, keys: Keys, *, ignore_u
             yield f"{key.name} must be {article}{key.type_name}: got {value!r} {place}. Correct it there."
 
 
-def _is_open(prefix: str, keys: Keys) -> bool:
-    """Tell whether a script may have keys of its own in the block with this prefix."""
-    block = keys[prefix[:-1]].block if prefix else None
-    return not prefix or (block is not None and block.IS_EXTENDED)
-
-
-def _drop_unknown(values: Tree, keys: Keys, prefix: str = "") -> None:
-    """Remove a script's own keys."""
-    for name, value in list(values.items()):
-        key = keys.get(f"{prefix}{name}")
-        if key is None and _is_open(prefix, keys):
-            del values[name]
-        elif key is not None and key.block is not None and isinstance(value, dict):
-            _drop_unknown(value, keys, f"{key.name}.")
-
-
-def _unknown(name: str, value: Any, place: str, keys: Keys) -> Iterator[str]:
-    """Yield a sentence for an unknown key, or for each key of an unknown block that has another name here."""
-    experiment = next(iter(keys.values())).owner.__name__
-    names = [name]
-    blocks = {path: key for path, key in keys.items() if key.is_mapping is not False}
-    if isinstance(value, dict) and hint(name, blocks) is None:
-        names = [path for path, _, _ in _leaves(value, f"{name}.") if hint(path, keys)] or names
-    for name in names:
-        advice = hint(name, keys) or "Remove it; --help lists all keys."
-        yield f"{name} must be a key of {experiment}: got it {place}. {advice}"
+def _advice(name: str, keys: Keys) -> str:
+    """Suggest the key of the same block that an unknown one resembles, or keys of other blocks with its last part."""
+    parent, _, leaf = name.rpartition(".")
+    if leaf == "critic" and not parent:
+        return "A critic is part of PPOConfig: use examples/arealite/gsm8k_ppo.py."
+    siblings = {key.leaf: key.name for key in keys.values() if key.parent == parent}
+    near = [siblings[match] for match in difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.7)]
+    near = near or [key.name for key in keys.values() if key.leaf == leaf][:3]
+    otherwise = "Remove it; --help lists all keys, docs/migration.md those of other frameworks."
+    return f"Did you mean {' or '.join(near)}?" if near else otherwise
 
 
 def _is_reference(value: Any) -> bool:
@@ -297,10 +281,12 @@ def lookup(tree: Tree, name: str) -> Any:
     return node
 
 
-def _validate(config_cls: type[ConfigT], values: Tree, keys: Keys, sources: Sources) -> ConfigT:
+def _validate(
+    config_cls: type[ConfigT], values: Tree, keys: Keys, sources: Sources, *, ignore_unknown: bool
+) -> ConfigT:
     """Check types and ranges. A wrong value is reported once, not again for keys that follow it."""
     try:
-        return config_cls.model_validate(values)
+        return config_cls.model_validate(values, extra="ignore" if ignore_unknown else None)
     except ValidationError as error:
         problems = {_key_of(problem, keys): problem for problem in error.errors()}
         lines = []
