@@ -275,12 +275,6 @@ def _check_rewards(actor: PPOActorConfig) -> None:
         f"{actor.reward_bias}, reward_scaling {actor.reward_scaling}, overlong_buffer {actor.overlong_buffer}. "
         "The mean of a group may be 0 or below; remove them or set actor.reward_scale=group_std.",
     )
-    is_penalised = actor.kl_ctl > 0 and actor.kl_in == "reward"  # leave_one_out takes rewards minus penalty
-    require(
-        not (is_penalised and actor.reward_scale == "group_mean" and actor.baseline == "leave_one_out"),
-        "actor.kl_in must be loss with actor.reward_scale group_mean and actor.baseline leave_one_out: got reward. "
-        "Penalised rewards may be negative; set actor.kl_estimator=k3, too, or remove actor.kl_ctl.",
-    )
     if actor.overlong_buffer is not None:
         longest = actor.max_new_tokens
         require(

@@ -134,10 +134,6 @@ def check_training(engine: TrainEngineConfig, key: str, dataset: DatasetConfig, 
     )
     if engine.lora is not None:
         require(
-            not engine.init_from_scratch,
-            f"{key}.init_from_scratch must be false with {key}.lora: got true. Random weights must be trained whole.",
-        )
-        require(
             engine.lora.dropout == 0 or not engine.disable_dropout,
             f"{key}.lora.dropout must be 0 where {key}.disable_dropout is true: got {engine.lora.dropout}. Remove it.",
         )
@@ -250,22 +246,17 @@ def check_objective(actor: PPOActorConfig, gconfig: GenerationHyperparameters, r
         check_equal("actor.max_new_tokens", actor.max_new_tokens, "gconfig.max_new_tokens", gconfig.max_new_tokens)
     if not actor.disable_dropout:
         logger.warning("actor.disable_dropout=false has no effect: dropout would make the ratios of policies noise.")
-    needs_group = {
-        "baseline": actor.baseline in ("group_mean", "leave_one_out", "length_weighted"),
-        "reward_scale": actor.reward_scale in ("group_std", "group_mean"),
-        "group_adv_norm": actor.group_adv_norm,
-        "dynamic_sampling": actor.dynamic_sampling,
-    }
-    off = {"baseline": "none", "reward_scale": "none"}
-    given = [name for name, is_on in needs_group.items() if is_on and gconfig.n_samples == 1]
-    require(
-        not given,
-        " and ".join(f"actor.{name} must be {off.get(name, 'false')}" for name in given)
-        + f" if gconfig.n_samples is 1: got {' and '.join(str(getattr(actor, name)) for name in given)}. "
-        "A group of one has no spread; raise gconfig.n_samples or set "
-        + " and ".join(f"actor.{name}={off.get(name, 'false')}" for name in given)
-        + ".",
-    )
+    for name, needs_group, off in (
+        ("baseline", actor.baseline in ("group_mean", "leave_one_out", "length_weighted"), "none"),
+        ("reward_scale", actor.reward_scale in ("group_std", "group_mean"), "none"),
+        ("group_adv_norm", actor.group_adv_norm, "false"),
+        ("dynamic_sampling", actor.dynamic_sampling, "false"),
+    ):
+        require(
+            not needs_group or gconfig.n_samples > 1,
+            f"actor.{name} must be {off} if gconfig.n_samples is 1: got {getattr(actor, name)}. "
+            f"A group of one has no spread; raise gconfig.n_samples or set actor.{name}={off}.",
+        )
     require(
         actor.ppo_n_minibatches <= rollout.consumer_batch_size,
         f"actor.ppo_n_minibatches must be at most rollout.consumer_batch_size: got {actor.ppo_n_minibatches} "

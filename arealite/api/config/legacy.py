@@ -213,8 +213,8 @@ def _sort(
             if value is not None or not any(fnmatchcase(key, pattern) for pattern in ONCE_NULL):
                 kept[name] = value
         elif isinstance(value, dict) and key in _CORE_BLOCKS:
-            left = _sort(value, f"{key}.", keys, moved, problems, changes)
-            kept |= {name: left} if left else {}
+            for left in _sort(value, f"{key}.", keys, moved, problems, changes):
+                problems.append(f"{key}.{left} must have a counterpart here: got it. Remove it; --help lists all keys.")
         elif key in RENAMED:
             moved[key] = "broadcast" if value == "xccl" else value
             changes.append(_renamed(key, {RENAMED[key]: moved[key]}))
@@ -286,16 +286,11 @@ def _without_placements(sources: Mapping[str, Tree], changes: list[str]) -> dict
     blocks = [tree["rollout"] for tree in sources.values() if isinstance(tree.get("rollout"), dict)]
     backends = [block["backend"] for block in blocks if block.get("backend")]
     mode, workers = _servers_and_workers(placements, (backends or [InferenceEngineConfig().backend])[-1], changes)
-    for tree in sources.values():
-        blocks = tree["workers"] if isinstance(tree.get("workers"), dict) else {}
-        for role in workers.keys() & blocks.keys():
-            for name in ("ranks", "strategy", "share"):
-                if isinstance(blocks[role], dict) and name in blocks[role]:
-                    got = f"workers.{role}.{name} and {key}.{role}_train or {role}_inf"
-                    _fail(f"the workers of {role} must be given once", got, "Remove one.")
     new = {f"workers.{role}.{name}": value for role, wish in workers.items() for name, value in wish.items()}
     changes.append(_renamed(key, {key: mode, **new}))
-    plain[last] = OmegaConf.to_container(OmegaConf.merge(plain[last], {key: mode, "workers": workers}))
+    for tree in plain.values():  # so that what stands beside it anywhere is refused
+        for name, value in {key: mode, **new}.items():
+            _put(tree, name, value, "a placement_group")
     return plain
 
 
@@ -314,9 +309,6 @@ def _servers_and_workers(placements: Any, backend: str, changes: list[str]) -> t
             _fail("allocation_mode must name actor_gen, or calls such as actor_train and ref_inf", name, "Rename it.")
         sizes, strategy = [bundle.GPU for bundle in call.placement_group.bundles], call.placement_group.strategy
         if words[2] == "gen":
-            if backend not in KINDS:
-                got, change = f"{sum(sizes)} GPUs and {backend}", f"Set rollout.backend to one of {', '.join(KINDS)}."
-                _fail(f"{key} must be servers whose kind rollout.backend names", got, change)
             servers = f"{backend}.d{sum(sizes)}p1t1+"
             if strategy is not None:
                 changes.append(

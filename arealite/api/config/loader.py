@@ -236,7 +236,7 @@ def _resolve(
         is_given = key.block is not None and isinstance(lookup(given, key.name), dict)
         if is_given and lookup(defaults, key.name) is None:
             lookup(defaults, key.parent)[key.leaf] = cast(Any, key.block)().model_dump()
-    tree = _laid_over(defaults, given)
+    tree = cast(Tree, OmegaConf.to_container(OmegaConf.merge(defaults, given)))
     absent = {name for name, value in tree.items() if value is None}
     for name, source in config_cls.sources().items():
         block, _, leaf = name.rpartition(".")
@@ -250,13 +250,6 @@ def _resolve(
             fix = f"Set it in {config_file} or add {key.name}=... to the command."
             raise ConfigError(f"{key.name} must be given: got nothing. {fix} ({key.doc})")
     return tree, cast(Tree, OmegaConf.to_container(OmegaConf.create(tree), resolve=True, throw_on_missing=True))
-
-
-def _laid_over(defaults: Tree, given: Tree) -> Tree:
-    """Return the defaults with what was given in their place, block by block; ??? leaves a default as it is."""
-    tree = defaults | {name: value for name, value in given.items() if value != MISSING or name not in defaults}
-    blocks = [name for name in defaults.keys() & given.keys() if isinstance(given[name], dict)]
-    return tree | {name: _laid_over(defaults[name], given[name]) for name in blocks if isinstance(defaults[name], dict)}
 
 
 def _repeats_a_name(sources: Sources, name: str, source: str) -> bool:

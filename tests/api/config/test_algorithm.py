@@ -182,7 +182,6 @@ def test_a_cap_without_the_decoupled_loss_has_no_effect(caplog: pytest.LogCaptur
         ({"algorithm": "lite_ppo", "baseline": "none", "reward_scale": "batch_std"}, "must be none or group_mean with"),
         ({"algorithm": "gspo", "eps_clip": 0.2}, "actor.eps_clip_higher must be given with actor.eps_clip and actor"),
         ({"algorithm": "dapo", "eps_clip": 0.4}, "Remove actor.eps_clip for the bounds of the paper, 0.2 and 0.28, or"),
-        ({"algorithm": "rloo", "reward_scale": "group_mean", "kl_ctl": 0.1}, "kl_in must be loss with actor.reward_sc"),
         ({"proximal": "recompute", "_action": "mask", "_upper": 0.0}, "actor.correction.upper must be above 0 with ac"),
         ({"algorithm": "dr_grpo", "max_new_tokens": None}, "actor.loss_constant must be given with actor.aggregation"),
         ({"kl_estimator": "k3"}, "actor.kl_estimator must be k1 with actor.kl_in reward: got k3. The expected gradi"),
