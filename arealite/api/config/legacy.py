@@ -1,4 +1,4 @@
-"""Keys of AReaLite v0.3 and AReaL, which load with one warning each.
+"""Keys of AReaLite v0.3 and AReaL, which load with one warning each, and our names for keys of other frameworks.
 
 Renamed keys move to their new place. Dropped keys are removed; a key that would change results is accepted only with
 the value that we implement. `arealite migrate` rewrites a file by the same tables.
@@ -64,6 +64,62 @@ RENAMED = {
 """Keys of v0.3, AReaL and its Core that move, and their new places."""
 _CORE_BLOCKS = ("ppo", "ppo.gen", "dataset")
 """Blocks of AReaL's Core, whose keys have other places here."""
+
+THEIR_WORDS = {
+    "path": "model_name_or_path model_name model_path",
+    "optimizer.lr": "learning_rate max_lr",
+    "optimizer.warmup_steps_proportion": "warmup_ratio warmup_steps lr_warmup_steps_ratio",
+    "optimizer.gradient_clipping": "max_grad_norm grad_clip clip_grad",
+    "dtype": "bf16 torch_dtype mixed_precision",
+    "gradient_checkpointing": "enable_gradient_checkpointing activation_checkpointing",
+    "fsdp.offload_params": "offload param_offload cpu_offload",
+    "lora.rank": "lora_rank lora_r r",
+    "lora.alpha": "lora_alpha",
+    "lora.target_modules": "lora_target_modules",
+    "mb_spec.max_tokens_per_mb": "gradient_accumulation_steps micro_batch_size ppo_micro_batch_size_per_gpu "
+    "ppo_max_token_len_per_gpu",
+    "actor.algorithm": "adv_estimator advantage_estimator loss_type loss_mode",
+    "actor.kl_ctl": "beta kl_coef kl_loss_coef",
+    "actor.kl_in": "use_kl_loss use_kl_in_reward",
+    "actor.kl_estimator": "kl_loss_type kl_penalty",
+    "actor.eps_clip": "epsilon clip_ratio cliprange",
+    "actor.eps_clip_higher": "epsilon_high clip_ratio_high",
+    "actor.reward_scale": "scale_rewards norm_adv_by_std_in_grpo reward_norm",
+    "actor.aggregation": "loss_agg_mode",
+    "actor.entropy_ctl": "entropy_coeff",
+    "actor.truncated": "mask_truncated_completions",
+    "actor.dynamic_sampling": "filter_groups",
+    "actor.gae_lambda": "lam lambda",
+    "actor.discount": "gamma",
+    "critic.optimizer.lr": "critic_lr vf_coef",
+    "critic.value_eps_clip": "cliprange_value",
+    "actor.proximal": "prox_logp_method",
+    "actor.correction.action": "vllm_importance_sampling_mode",
+    "actor.correction.upper": "importance_sampling_cap vllm_importance_sampling_cap",
+    "actor.ppo_n_minibatches": "ppo_mini_batch_size num_mini_batches num_iterations ppo_epochs",
+    "gconfig.n_samples": "num_generations rollouts_per_example n",
+    "gconfig.max_new_tokens": "max_completion_length max_response_length max_tokens",
+    "rollout.max_head_offpolicyness": "max_staleness max_async_level max_off_policy_steps staleness_threshold",
+    "rollout.server_addrs": "vllm_server_host base_url",
+    "allocation_mode": "use_vllm vllm_mode tensor_model_parallel_size tensor_parallel_size",
+    "vllm": "gpu_memory_utilization vllm_gpu_memory_utilization",
+    "train_dataset.path": "dataset_name train_files dataset_path",
+    "valid_dataset.path": "val_files",
+    "train_dataset.batch_size": "train_batch_size per_device_train_batch_size rollout_batch_size",
+    "train_dataset.max_length": "max_prompt_length max_seq_length seq_len",
+    "reward": "reward_funcs custom_reward_function reward_model",
+    "total_train_steps": "max_steps total_training_steps",
+    "total_train_epochs": "num_train_epochs total_epochs",
+    "experiment_name": "project_name",
+    "trial_name": "run_name",
+    "cluster.fileroot": "output_dir default_local_dir",
+    "saver.freq_steps": "save_steps save_freq",
+    "evaluator.freq_steps": "eval_steps test_freq",
+    "recover.mode": "resume_from_checkpoint resume_mode",
+    "stats_logger": "report_to logger",
+}
+"""Last parts of keys of TRL, verl, prime-rl and AReaL, by the end of our key. docs/migration.md shows this table."""
+OURS = {theirs: ours for ours, words in THEIR_WORDS.items() for theirs in words.split()}
 
 _ALGORITHM = sorted(PPOActorConfig.model_fields.keys() - FrozenActorConfig.model_fields.keys())
 """Keys of an actor that its frozen copies do not have."""

@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from arealite.api.config.experiment import BaseExperimentConfig
-from arealite.api.config.legacy import Tree, migrate
+from arealite.api.config.legacy import OURS, Tree, migrate
 from arealite.api.config.types import MISSING, ConfigKey, config_help, config_keys, rule_of
 from arealite.api.errors import ConfigError
 from arealite.api.script import refuse_import, show_errors_briefly
@@ -198,7 +198,10 @@ def _key_problems(values: Tree, prefix: str, place: str, keys: Keys, *, ignore_u
             yield f"{key.name} must stand in its block: got it with dots {place}. Write {leaf} under {parent}."
         elif key is None and not has_others:
             experiment = next(iter(keys.values())).owner.__name__
-            yield f"{prefix}{name} must be a key of {experiment}: got it {place}. {_advice(f'{prefix}{name}', keys)}"
+            inner = _leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else ()
+            known = [path for path, _, _ in inner if path.rpartition(".")[2] in OURS]
+            for path in known or [f"{prefix}{name}"]:
+                yield f"{path} must be a key of {experiment}: got it {place}. {_advice(path, keys)}"
         elif key is None:
             continue
         elif key.block is not None and isinstance(value, dict):
@@ -211,15 +214,18 @@ def _key_problems(values: Tree, prefix: str, place: str, keys: Keys, *, ignore_u
 
 
 def _advice(name: str, keys: Keys) -> str:
-    """Suggest the key of the same block that an unknown one resembles, or keys of other blocks with its last part."""
+    """Suggest our name for another framework's key, the key of the same block that an unknown one resembles, or keys of
+    other blocks with its last part."""
     parent, _, leaf = name.rpartition(".")
-    if leaf == "critic" and not parent:
+    if "critic" not in keys and (leaf == "critic" or OURS.get(leaf, "").startswith("critic")):
         return "A critic is part of PPOConfig: use examples/arealite/gsm8k_ppo.py."
+    ours = [key for key in keys if leaf in OURS and f".{key}".endswith(f".{OURS[leaf]}")]
+    if ours:
+        return f"It is called {next((key for key in ours if key.split('.')[0] == name.split('.')[0]), ours[0])} here."
     siblings = {key.leaf: key.name for key in keys.values() if key.parent == parent}
     near = [siblings[match] for match in difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.7)]
     near = near or [key.name for key in keys.values() if key.leaf == leaf][:3]
-    otherwise = "Remove it; --help lists all keys, docs/migration.md those of other frameworks."
-    return f"Did you mean {' or '.join(near)}?" if near else otherwise
+    return f"Did you mean {' or '.join(near)}?" if near else "Remove it; --help lists all keys."
 
 
 def _is_reference(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Configs of AReaL load, and errors suggest similar keys."""
+"""Configs of AReaL load, and errors give our names for keys of other frameworks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 
-from arealite.api.cli_args import GRPOConfig, load_expr_config
+from arealite.api.cli_args import GRPOConfig, PPOConfig, SFTConfig, load_expr_config
+from arealite.api.config.legacy import THEIR_WORDS
+from arealite.api.config.types import config_keys
 from arealite.api.errors import ConfigError
 
 MIGRATION = Path(__file__).parents[3] / "docs/migration.md"
+KEYS = [key.name for key in config_keys(PPOConfig)]
 
 AREAL_2026 = """
 experiment_name: gsm8k-grpo
@@ -134,17 +137,18 @@ def test_normalisations_without_a_counterpart_are_refused(tmp_path: Path) -> Non
 
 
 def test_all_that_is_wrong_with_keys_comes_in_one_message(tmp_path: Path) -> None:
-    text = "actor: {use_lora: true, lora_rank: 8, eps_klip: 0.1, backend: 'megatron:d4'}\nzzz: {a: {b: 1}}\n"
+    text = (
+        "actor: {use_lora: true, lora_rank: 8, eps_klip: 0.1, backend: 'megatron:d4'}\nmax_steps: 3\nzzz: {a: {b: 1}}\n"
+    )
     message = refusal(tmp_path, "rollout=5", text=text).replace(str(tmp_path), "F").splitlines()
     assert message == [
         "actor.use_lora must be False: got True. Remove it: a lora block switches LoRA on, e.g. lora.rank=16.",
         "actor.backend must be 'fsdp': got 'megatron:d4'. Remove it: the training engine is the class that the script "
         "constructs.",
-        "actor.lora_rank must be a key of GRPOConfig: got it in F/config.yaml. Remove it; --help lists all keys, "
-        "docs/migration.md those of other frameworks.",
+        "actor.lora_rank must be a key of GRPOConfig: got it in F/config.yaml. It is called actor.lora.rank here.",
         "actor.eps_klip must be a key of GRPOConfig: got it in F/config.yaml. Did you mean actor.eps_clip?",
-        "zzz must be a key of GRPOConfig: got it in F/config.yaml. Remove it; --help lists all keys, docs/migration.md "
-        "those of other frameworks.",
+        "max_steps must be a key of GRPOConfig: got it in F/config.yaml. It is called total_train_steps here.",
+        "zzz must be a key of GRPOConfig: got it in F/config.yaml. Remove it; --help lists all keys.",
         "rollout must be a block: got 5 on the command line. Correct it there.",
     ]
 
@@ -152,25 +156,57 @@ def test_all_that_is_wrong_with_keys_comes_in_one_message(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("override", "advice"),
     [
-        (
-            "seqlen=5",
-            "Remove it; --help lists all keys, docs/migration.md those of other frameworks.",
-        ),  # seed is the nearest, and another thing
+        ("actor.optimizer.learning_rate=1", "It is called actor.optimizer.lr here."),
+        ("learning_rate=1", "It is called actor.optimizer.lr here."),
+        ("ref.model_name_or_path=x", "It is called ref.path here."),
+        ("actor.beta=0.1", "It is called actor.kl_ctl here."),
+        ("rollout.max_staleness=1", "It is called rollout.max_head_offpolicyness here."),
+        ("actor.loss_type=dapo", "It is called actor.algorithm here."),
+        ("actor_rollout_ref.rollout.n=5", "It is called gconfig.n_samples here."),
+        ("algorithm.adv_estimator=grpo", "It is called actor.algorithm here."),
+        ("reward_model=m", "It is called reward here."),  # a function that asks a reward model
+        ("seqlen=5", "Remove it; --help lists all keys."),  # seed is the nearest, and another thing
         ("actor.zeed=5", "Did you mean actor.seed?"),
-        ("critic.path=m", "A critic is part of PPOConfig: use examples/arealite/gsm8k_ppo.py."),
         (
             "max_new_tokens=5",
             "Did you mean gconfig.max_new_tokens or eval_gconfig.max_new_tokens or actor.max_new_tokens?",
         ),
     ],
 )
-def test_advice_on_unknown_keys(tmp_path: Path, override: str, advice: str) -> None:
-    name = re.split(r"=|(?<=critic)\.", override)[0]
+def test_words_of_others_are_known_and_nothing_is_guessed(tmp_path: Path, override: str, advice: str) -> None:
+    name = override.partition("=")[0]
     message = refusal(tmp_path, override)
     assert message == f"{name} must be a key of GRPOConfig: got it on the command line. {advice}"
+
+
+@pytest.mark.parametrize("override", ["critic.path=m", "vf_coef=0.5", "cliprange_value=0.2"])
+def test_words_of_a_critic_name_the_config_that_has_one(tmp_path: Path, override: str) -> None:
+    assert refusal(tmp_path, override).endswith("A critic is part of PPOConfig: use examples/arealite/gsm8k_ppo.py.")
+
+
+def test_fine_tuning_has_the_keys_of_its_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"It is called model\.optimizer\.lr here"):
+        load(tmp_path, "experiment_name: e\ntrial_name: t\nmodel: {path: m}", "learning_rate=1", cls=SFTConfig)
+
+
+@pytest.mark.parametrize("ours", THEIR_WORDS)
+def test_what_their_words_are_called_exists(ours: str) -> None:
+    assert [key for key in KEYS if f".{key}".endswith(f".{ours}")]
+
+
+def test_no_word_has_two_meanings_or_is_a_key_of_ours() -> None:
+    words = " ".join(THEIR_WORDS.values()).split()
+    assert len(words) == len(set(words))
+    assert not set(words) & {key.rpartition(".")[2] for key in KEYS}
 
 
 def test_the_imports_that_the_page_names_exist() -> None:
     imports = re.findall(r"`from (\S+) import (\w+)`", MIGRATION.read_text())
     assert len(imports) == 8
     assert all(hasattr(importlib.import_module(module), name) for module, name in imports)
+
+
+def test_the_page_on_migration_shows_the_same_words() -> None:
+    rows = re.findall(r"^\| (.+?) \| (.+?) \|$", MIGRATION.read_text(), re.MULTILINE)
+    shown = {left.strip("`"): " ".join(re.findall(r"`(\w+)`", right)) for left, right in rows}
+    assert {key: shown.get(key) for key in THEIR_WORDS} == THEIR_WORDS
