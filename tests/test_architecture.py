@@ -52,9 +52,9 @@ ROOM_CEILINGS = {
     "__init__.py": 93,
     "agent": 1807,
     "algorithms": 860,
-    "api": 2804,
+    "api": 2716,
     "chat": 483,
-    "cli": 2190,
+    "cli": 2125,
     "core": 2162,
     "dataset": 794,
     "engine": 2090,
@@ -74,9 +74,9 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 28200,
+    "code of the package": 28047,
     "files of a GRPO run": 130,
-    "code of a GRPO run": 17572,
+    "code of a GRPO run": 17484,
     "import depth": 18,
     "keys of a GRPO config": 357,
     "lines of pages": 5671,
