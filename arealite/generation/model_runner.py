@@ -1,17 +1,11 @@
 """Runs any Hugging Face causal language model over our slot cache, by the model's own forward, so that logprobs equal
-the trainer's. A model for which our attention differs (recurrent state, attention sinks) is refused on loading.
-
-On a GPU, decoding runs as CUDA graphs: Python launches the kernels of a small model more slowly than they run. A graph
-has one shape, so numbers of sequences and lengths are rounded up. Added rows write to the last position of their slots,
-which no sequence uses: the last token of the longest sequence has no successor."""
+the trainer's. A model for which our attention differs (recurrent state, attention sinks) is refused on loading."""
 
 # n sequences, N packed tokens, V vocabulary, H hidden size, L tokens of a prompt
 
-import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,13 +18,6 @@ from arealite.utils.hf import as_in_checkpoint, require_fixed_rope
 from arealite.utils.images import Images, placeholder_mask, rope_positions, sees_images
 
 logger = logging.getLogger(__name__)
-ROW_STEP, LENGTH_STEP = 16, 256
-"""Steps of the numbers of sequences and of the lengths, see `rounded`."""
-MAX_SHAPES = 128
-"""Shapes that are kept: graphs cost memory, and 64 sequences of 32k tokens have 384 shapes."""
-
-Forward = Callable[[torch.Tensor, int], torch.Tensor]
-"""Decodes tokens, positions and rotary positions `[3, n]` over a cache of L tokens; returns logits `[n, V]`."""
 
 
 class ModelRunner:
@@ -67,10 +54,6 @@ class ModelRunner:
         self.weight_shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.cache = SlotCache(model, slots=slots, context=context)
-        is_dense = not any(getattr(config, name, None) for name in ("num_experts", "num_local_experts"))
-        self._graphs: FixedShapes | None = None
-        if self.device.type == "cuda" and is_dense and not deterministic:  # choosing experts reads numbers
-            self._graphs = FixedShapes(self.decode_step, slots=slots, context=context, device=self.device)
         self._check_against_reference()
 
     def prefill(
@@ -108,15 +91,8 @@ class ModelRunner:
             rows = [slice(row, row + 1) for row in range(len(tokens))]
             return torch.cat([self.decode(tokens[row], positions[row], row.start, shifts[row]) for row in rows])
         inputs_3n = torch.from_numpy(np.stack([np.array(tokens), positions, positions + shifts])).to(self.device)
-        length = int(positions.max()) + 1
-        if self._graphs is not None and first_slot == 0:
-            return self._graphs.decode(inputs_3n, length)
-        return self.decode_step(inputs_3n, length, first_slot)
-
-    def decode_step(self, inputs_3n: torch.Tensor, length: int, first_slot: int = 0) -> torch.Tensor:
-        """Decode (tokens, positions, rotary positions), `[3, n]`, over caches of at most `length` tokens."""
         tokens_n, positions_n, rotary_n = inputs_3n
-        step = SlotDecode(self.cache, first_slot, positions_n, length)
+        step = SlotDecode(self.cache, first_slot, positions_n, int(positions.max()) + 1)
         return self._forward({"input_ids": tokens_n[:, None]}, rotary_n[:, None], step, 0)[:, 0]
 
     def _with_images(
@@ -213,69 +189,6 @@ class ModelRunner:
             return
         parameter.data = weight
         self._shared.add(name)
-        if self._graphs is not None:  # which read the old storage
-            self._graphs.forget()
-
-
-def rounded(count: int, *, step: int, limit: int) -> int:
-    """Round up to a power of two, above `step` to a multiple of it and of a sixteenth of that power, but not beyond
-    `limit`."""
-    power = 1 << (count - 1).bit_length()
-    step = max(step, power // 16)
-    return min(power if count <= step else -(-count // step) * step, limit)
-
-
-class FixedShapes:
-    """Runs a forward pass in few shapes, as CUDA graphs or as it is."""
-
-    def __init__(self, forward: Forward, *, slots: int, context: int, device: torch.device) -> None:
-        """`forward` must take any number of sequences up to `slots`, and lengths up to `context`."""
-        self._forward = forward
-        self._slots, self._context = slots, context
-        self._inputs_3n = torch.zeros(3, slots, dtype=torch.int64, device=device)
-        self._replay_of = functools.lru_cache(maxsize=MAX_SHAPES)(self._prepared)
-        self._pool: Any = None  # memory that all graphs share
-        self._logits_nV: torch.Tensor | None = None  # output that all graphs share
-
-    def decode(self, inputs_3n: torch.Tensor, length: int) -> torch.Tensor:
-        """Decode one token each of slots 0..n-1, which hold at most `length` tokens with it; return `[n, V]`, which the
-        next call overwrites."""
-        n = inputs_3n.shape[1]
-        num_rows = rounded(n, step=ROW_STEP, limit=self._slots)
-        shape = num_rows, rounded(length, step=LENGTH_STEP, limit=self._context)
-        self._inputs_3n[:, :n].copy_(inputs_3n)
-        self._inputs_3n[:, n:num_rows] = 0
-        self._inputs_3n[1, n:num_rows] = self._context - 1
-        return self._replay_of(*shape)()[:n]
-
-    def forget(self) -> None:
-        """Forget every shape, as the weights have moved."""
-        self._replay_of.cache_clear()
-
-    def _prepared(self, num_rows: int, length: int) -> Callable[[], torch.Tensor]:
-        """Return a function that runs a step of one shape on the inputs."""
-        inputs_3n = self._inputs_3n[:, :num_rows]
-        if inputs_3n.device.type != "cuda":
-            return lambda: self._forward(inputs_3n, length)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # libraries initialize in the first pass, which must not be captured
-            logits = self._forward(inputs_3n, length)
-        torch.cuda.current_stream().wait_stream(stream)
-        if self._logits_nV is None:
-            self._logits_nV = logits.new_empty(self._slots, logits.shape[1])
-        logits_nV = self._logits_nV
-        graph = torch.cuda.CUDAGraph()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        # Another thread, a trainer's, may allocate memory meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits_nV[:num_rows] = self._forward(inputs_3n, length)
-
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return logits_nV
-
-        return replay
 
 
 def check_shapes(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:

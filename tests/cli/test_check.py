@@ -335,8 +335,8 @@ def test_a_plan_for_gpus_worked_by_hand(tmp_path) -> None:
         "lite.slots=7",
         "lite.context=2048",
     )
-    # All slots and the spare one, from the start, and logits of each slot.
-    room = int((int(80 * 2**30 * 0.9) - 2**31 - 7 * 2**17 * 2) / (2 * 24 * 8 * 128 * 2))
+    # All slots and the spare one, from the start.
+    room = int((int(80 * 2**30 * 0.9) - 2**31) / (2 * 24 * 8 * 128 * 2))
     assert f"holds {room:,} of the 16,384 tokens" in plan(80, *lite)[1].text
 
     def shared(*overrides: str) -> float:

@@ -1,4 +1,4 @@
-"""The embedded engine on a GPU samples with the logprobs of a CPU: prefixes, chunks, graphs, updates."""
+"""The embedded engine on a GPU samples with the logprobs of a CPU: prefixes, chunks, updates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from test_prefixes import LONG, PROMPT, TOOL, counts, model
 from tiny_models import build, config
 
 from arealite.generation.engine import GenerationEngine
-from arealite.generation.model_runner import FixedShapes, ModelRunner
+from arealite.generation.model_runner import ModelRunner
 from arealite.generation.sampler import SamplingRows, sample
 from arealite.generation.slot_attention import SlotCache
 
@@ -31,10 +31,7 @@ def meta_runner() -> ModelRunner:
     return runner
 
 
-@pytest.mark.parametrize("is_fixed", [False, True])
-def test_a_step_waits_for_no_number(meta_runner: ModelRunner, is_fixed: bool) -> None:
-    if is_fixed:
-        meta_runner._graphs = FixedShapes(meta_runner.decode_step, slots=8, context=256, device=meta_runner.device)
+def test_a_step_waits_for_no_number(meta_runner: ModelRunner) -> None:
     requests = many_requests(3)
     rows = SamplingRows([(one.params, 5, frozenset({1})) for one in requests], 48, meta_runner.device)
     with torch.inference_mode():
@@ -78,10 +75,8 @@ def test_turns_long_prompts_and_updates() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_weights_of_a_trainer_are_read_where_they_are(device: str) -> None:
-    """Also by graphs that were recorded when they lay elsewhere, and after they have changed in place."""
+    """Also after they have changed in place."""
     runner, trained = ModelRunner(build(config(), seed=0).to(device), slots=5, context=256), build(config(), seed=1)
-    if device == "cpu":
-        runner._graphs = FixedShapes(runner.decode_step, slots=5, context=256, device=torch.device(device))
     engine, requests = GenerationEngine(runner), many_requests(10)
     weights = {name: parameter.detach() for name, parameter in trained.to(device).named_parameters()}
     try:

@@ -226,8 +226,7 @@ def _server_parts(config: Config, shape: ModelShape, longest: int, mode: Allocat
     slots = min(sequences, config.lite.slots) + 1  # the spare one
     held = {"cache": slots * min(longest, config.lite.context) * kv_token}
     if config.cluster.n_gpus_per_node if mode.is_colocated else config.lite.device == "cuda":  # from the start
-        cache = (config.lite.slots + 1) * config.lite.context * kv_token
-        held = {"cache": cache, "logits of CUDA graphs": config.lite.slots * shape.vocab * dtype.itemsize}
+        held = {"cache": (config.lite.slots + 1) * config.lite.context * kv_token}
     if mode.is_colocated:
         return _colocated_parts(config, weights, shape) | held, kv_token
     if config.lite.device == "cuda":  # new weights wait on the host
