@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from aiohttp import web
-from tiny_models import tokenizer
 from transformers import PreTrainedModel
 
 from arealite.generation.engine import GenerationEngine
@@ -27,7 +26,7 @@ class LiteServer:
         self.address = ""
 
     def app(self) -> web.Application:
-        return Server(self.engine, tokenizer(), model_path="tiny").app
+        return Server(self.engine, model_path="tiny").app
 
     async def close(self, _: web.Application) -> None:
         await asyncio.to_thread(self.engine.close)

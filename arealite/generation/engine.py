@@ -161,14 +161,6 @@ class GenerationEngine:
         """Run no forward pass until `update_weights`, not even after `resume`: the weights are about to change."""
         return self.call(partial(setattr, self, "_awaits_weights", True))
 
-    def set_version(self, version: str) -> Future[None]:
-        """Rename the current weights."""
-        return self.call(partial(setattr, self, "version", version))
-
-    def forget_prefixes(self) -> Future[None]:
-        """Drop the cache that is kept for later requests."""
-        return self.call(self._table.clear)
-
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run a function in the engine's thread between two steps."""
         future: Future[T] = Future()

@@ -15,7 +15,6 @@ import itertools
 import json
 import logging
 import threading
-import time
 from asyncio import wrap_future
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
@@ -30,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 
 from arealite.generation.engine import GenerationEngine
 from arealite.generation.model_runner import ModelRunner, check_shapes, read_checkpoint
-from arealite.generation.request import GenerationError, GenerationRequest, GenerationResult
+from arealite.generation.request import GenerationError, GenerationRequest
 from arealite.server import protocol
 from arealite.utils.background import in_thread
 from arealite.utils.files import reading
@@ -53,7 +52,6 @@ class Server:
     def __init__(
         self,
         engine: GenerationEngine,
-        tokenizer: PreTrainedTokenizerBase | None,
         *,
         model_path: str,
         image_processor: Any = None,
@@ -61,7 +59,7 @@ class Server:
         secret: str | None = None,
     ) -> None:
         """A model that sees images must have an `image_processor`."""
-        self._engine, self._tokenizer, self._image_processor = engine, tokenizer, image_processor
+        self._engine, self._image_processor = engine, image_processor
         self._images_of = functools.lru_cache(maxsize=NUM_CACHED_IMAGES)(self._process_images)
         self._image_lock = threading.Lock()  # samples of a group wait for the thread that computes their patches
         self._model_path, self._seed, self._secret = model_path, seed, secret
@@ -72,19 +70,14 @@ class Server:
         self.app.add_routes(
             [
                 web.get("/health", self.health),
-                web.get("/v1/models", self.models),
                 web.get("/get_model_info", self.model_info),
-                web.get("/model_info", self.model_info),
                 web.get("/server_info", self.server_info),
                 web.post("/generate", self.generate),
-                web.post("/flush_cache", self.flush_cache),
                 _post("/pause_generation", protocol.PauseBody, lambda body: wrap_future(engine.pause(body.mode))),
-                _post("/continue_generation", protocol.ContinueBody, lambda _: wrap_future(engine.resume())),
-                _post("/abort_request", protocol.AbortBody, self.abort),
-                _post("/update_weight_version", protocol.VersionBody, self.update_version),
+                _post("/continue_generation", protocol.Body, lambda _: wrap_future(engine.resume())),
                 _post("/init_weights_update_group", protocol.JoinGroupBody, self._weights.join),
                 _post("/destroy_weights_update_group", protocol.LeaveGroupBody, self._weights.leave),
-                _post("/begin_weight_update", protocol.BeginUpdateBody, self._weights.begin),
+                _post("/begin_weight_update", protocol.Body, self._weights.begin),
                 _post("/update_weights_from_distributed", protocol.BucketBody, self._weights.stage),
                 _post("/end_weight_update", protocol.VerifiedBody, self._weights.end),
                 _post("/update_weights_from_disk", protocol.DiskUpdateBody, self._weights.load_from_disk),
@@ -109,16 +102,10 @@ class Server:
             raise GenerationError("the engine must run: got its end. Restart the server.")
         return web.json_response({"status": "ok"})
 
-    async def models(self, _: web.Request) -> web.Response:
-        model = {"id": self._model_path, "object": "model", "max_model_len": self._engine.context}
-        return web.json_response({"object": "list", "data": [model]})
-
     async def model_info(self, _: web.Request) -> web.Response:
         return web.json_response(
             {
                 "model_path": self._model_path,
-                "tokenizer_path": self._model_path if self._tokenizer else None,
-                "is_generation": True,
                 "weight_version": self._engine.version,
                 "dtype": self._engine.dtype,
                 "vocab_size": self._engine.vocab_size,
@@ -132,16 +119,13 @@ class Server:
 
     async def generate(self, request: web.Request) -> web.Response:
         body = protocol.parse(protocol.GenerateBody, await request.read())
-        started = time.monotonic()
-        tokens = await asyncio.to_thread(self._encode, body.text) if body.input_ids is None else body.input_ids
-        params = body.sampling_params.to_params(self._next_seed)
-        images = await asyncio.to_thread(self._images, body.images) if body.images else None
+        tokens, params = body.input_ids, body.sampling_params.to_params(self._next_seed)
+        images = await asyncio.to_thread(self._images, tuple(body.image_data)) if body.image_data else None
         if images is not None:
             tokens = [tokens[place] for place in expansion(tokens, images.num_tokens, self._engine.image_token_id)]
         generation = GenerationRequest(body.rid, tuple(tokens), params, body.return_sampling_mask, images)
         result = await wrap_future(self._engine.submit(generation))
-        text = self._text(result, body.sampling_params)
-        answer = protocol.reply(generation, result, text, time.monotonic() - started)
+        answer = protocol.reply(generation, result)
         if body.return_logprob:
             pairs = zip(result.logprobs, result.output_ids, strict=True)
             answer["meta_info"]["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
@@ -149,32 +133,6 @@ class Server:
             answer["meta_info"]["output_token_sampling_mask"] = result.kept
             answer["meta_info"]["output_token_sampling_logprobs"] = result.logprobs
         return web.json_response(answer)
-
-    async def flush_cache(self, _: web.Request) -> web.Response:
-        stats = await wrap_future(self._engine.call(self._engine.stats))
-        if stats.running or stats.waiting:
-            raise ValueError(
-                f"/flush_cache must come when nothing is in flight: got {stats.running} running and {stats.waiting} "
-                "waiting requests. Pause generation first."
-            )
-        await wrap_future(self._engine.forget_prefixes())
-        return web.json_response({"success": True, "message": "no prefix is kept"})
-
-    async def abort(self, body: protocol.AbortBody) -> str:
-        """End requests with the tokens so far."""
-        num_aborted = await wrap_future(self._engine.abort(body.rid))
-        return f"{num_aborted} requests aborted"
-
-    async def update_version(self, body: protocol.VersionBody) -> None:
-        """Rename the current weights."""
-        if body.abort_all_requests:
-            await wrap_future(self._engine.abort())
-        await wrap_future(self._engine.set_version(body.new_version))
-
-    def _encode(self, text: str | None) -> list[int]:
-        if self._tokenizer is None:
-            raise ValueError("text must have a tokenizer: got a model folder without one. Send input_ids.")
-        return self._tokenizer.encode(text)
 
     def _images(self, image_data: tuple[str, ...]) -> Images:
         """Return equal images as one object, which samples of a group share."""
@@ -187,16 +145,6 @@ class Server:
 
     def _process_images(self, image_data: tuple[str, ...]) -> Images:
         return process_images(self._image_processor, [from_base64(image) for image in image_data])
-
-    def _text(self, result: GenerationResult, params: protocol.SamplingBody) -> str:
-        """Decode the output without its stop token or string, as SGLang does unless `no_stop_trim`."""
-        if self._tokenizer is None:
-            return ""
-        tokens, matched = result.output_ids, result.finish_reason.matched
-        if isinstance(matched, int) and not params.no_stop_trim:
-            tokens = tokens[:-1]
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
-        return text.partition(matched)[0] if isinstance(matched, str) and not params.no_stop_trim else text
 
     def _next_seed(self) -> int:
         return hash((self._seed, next(self._num_unseeded)))
@@ -224,7 +172,7 @@ class WeightReceiver:
         async with self._lock:
             self._staged, self._version = await in_thread(read_checkpoint, body.model_path), body.weight_version
             self._is_partial, self._next_fingerprints = False, {}
-            return await self._finish(body, aborts=body.abort_all_requests)
+            return await self._finish(body)
 
     async def join(self, body: protocol.JoinGroupBody) -> None:
         """Join the sender's broadcast group as rank `rank_offset`. Other requests do not wait until it forms."""
@@ -248,7 +196,7 @@ class WeightReceiver:
         async with self._lock:
             self._close(body.group_name)
 
-    async def begin(self, _: protocol.BeginUpdateBody) -> None:
+    async def begin(self, _: protocol.Body) -> None:
         """Start an update, dropping an unfinished one."""
         async with self._lock:
             self._staged, self._version = {}, None
@@ -279,7 +227,7 @@ class WeightReceiver:
         async with self._lock:
             return await self._finish(body)
 
-    async def _finish(self, body: protocol.VerifiedBody, *, aborts: bool = False) -> list[str]:
+    async def _finish(self, body: protocol.VerifiedBody) -> list[str]:
         """Verify the staged tensors; hand them to the engine unless the body says `only_stage`."""
         staged, self._staged = self._staged, None
         if staged is None:
@@ -288,10 +236,7 @@ class WeightReceiver:
         if body.only_stage:
             self._staged = staged
             return wrong
-        if aborts:
-            await wrap_future(self._engine.abort())
-        update = self._engine.update_weights(staged, self._version, is_partial=self._is_partial)
-        await wrap_future(update)
+        await wrap_future(self._engine.update_weights(staged, self._version, is_partial=self._is_partial))
         self._fingerprints = self._next_fingerprints
         return wrong
 
@@ -327,13 +272,12 @@ class WeightReceiver:
 
 
 def _post(path: str, body_type: type[protocol.M], action: Callable[[protocol.M], Awaitable[object]]) -> web.RouteDef:
-    """Route POSTs to an action that returns a message, a list of mismatched tensors, or nothing."""
+    """Route POSTs to an action that returns a list of mismatched tensors, or nothing."""
 
     async def handle(request: web.Request) -> web.Response:
         outcome = await action(protocol.parse(body_type, await request.read()))
         more = {"mismatched": outcome} if isinstance(outcome, list) else {}
-        message = outcome if isinstance(outcome, str) else "done"
-        return web.json_response({"success": True, "message": message} | more)
+        return web.json_response({"success": True, "message": "done"} | more)
 
     return web.post(path, handle)
 
@@ -406,7 +350,7 @@ def load_server(
         threads=threads,
         allow_stale_kv=allow_stale_kv,
     )
-    server = Server(engine, tokenizer, model_path=path, image_processor=image_processor, seed=seed, secret=secret)
+    server = Server(engine, model_path=path, image_processor=image_processor, seed=seed, secret=secret)
     return engine, server
 
 

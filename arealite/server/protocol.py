@@ -32,17 +32,10 @@ class SamplingBody(Body):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1)] = -1
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
     ignore_eos: bool = False
     sampling_seed: int | None = None
-    skip_special_tokens: bool = True
-    no_stop_trim: bool = False
-    n: Literal[1] = 1
-    frequency_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
-    repetition_penalty: Annotated[float, Field(ge=1, le=1)] = 1.0
-    spaces_between_special_tokens: Literal[True] = True
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -52,19 +45,15 @@ class SamplingBody(Body):
             raise ValueError(
                 f"min_new_tokens must not exceed max_new_tokens: got {self.min_new_tokens} and {self.max_new_tokens}"
             )
-        if "" in self.stops:
+        if "" in self.stop:
             raise ValueError("stop must hold non-empty strings: got ''")
         return self
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def to_params(self, next_seed: Callable[[], int]) -> SamplingParams:
         return SamplingParams(
             **{name: getattr(self, name) for name in _PASSED_ON},
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            stop=self.stops,
+            stop_token_ids=tuple(self.stop_token_ids),
+            stop=tuple(self.stop),
             seed=next_seed() if self.sampling_seed is None else self.sampling_seed,
         )
 
@@ -72,9 +61,8 @@ class SamplingBody(Body):
 class GenerateBody(Body):
     """POST /generate."""
 
-    input_ids: list[int] | None = None
-    text: str | None = None
-    image_data: str | list[str] | None = None  # base64; the prompt has one placeholder for each
+    input_ids: list[int]
+    image_data: list[str] = []  # base64; the prompt has one placeholder for each
     sampling_params: SamplingBody = SamplingBody()
     rid: str = Field(default_factory=lambda: uuid.uuid4().hex)
     return_logprob: bool = False
@@ -83,8 +71,6 @@ class GenerateBody(Body):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if (self.input_ids is None) == (self.text is None):
-            raise ValueError("exactly one of input_ids and text must be given")
         temperature, top_k = self.sampling_params.temperature, self.sampling_params.top_k
         if self.return_sampling_mask and (top_k < 1 or temperature < GREEDY_TEMPERATURE):
             raise ValueError(
@@ -93,34 +79,11 @@ class GenerateBody(Body):
             )
         return self
 
-    @property
-    def images(self) -> tuple[str, ...]:
-        return (self.image_data,) if isinstance(self.image_data, str) else tuple(self.image_data or ())
-
 
 class PauseBody(Body):
     """POST /pause_generation. `in_place` needs a server that allows stale keys and values."""
 
     mode: Literal["abort", "retract", "in_place"] = "abort"
-
-
-class ContinueBody(Body):
-    """POST /continue_generation. There is no accelerator cache to empty."""
-
-    torch_empty_cache: bool = True
-
-
-class AbortBody(Body):
-    """POST /abort_request."""
-
-    rid: str | None = None
-    abort_all: bool = False
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if (self.rid is None) != self.abort_all:
-            raise ValueError("either rid or abort_all must be given")
-        return self
 
 
 class VerifiedBody(Body):
@@ -136,10 +99,8 @@ class DiskUpdateBody(VerifiedBody):
     """POST /update_weights_from_disk. The cache is always flushed, whatever `flush_cache` says."""
 
     model_path: str
-    load_format: Literal["auto", "safetensors"] | None = None
     weight_version: str | None = None
     flush_cache: bool = True
-    abort_all_requests: bool = False
 
 
 class JoinGroupBody(Body):
@@ -160,12 +121,6 @@ class LeaveGroupBody(Body):
     group_name: str
 
 
-class BeginUpdateBody(Body):
-    """POST /begin_weight_update."""
-
-    selector: None = None
-
-
 class BucketBody(Body):
     """POST /update_weights_from_distributed: the next tensors, in order. With several senders `group_name` has the
     group of each tensor, and the tensors arrive in parallel; SGLang has one group per call."""
@@ -176,7 +131,6 @@ class BucketBody(Body):
     group_name: str | list[str]
     flush_cache: bool = True
     weight_version: str | None = None
-    load_format: None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -203,13 +157,6 @@ class BucketBody(Body):
         ]
 
 
-class VersionBody(Body):
-    """POST /update_weight_version."""
-
-    new_version: str
-    abort_all_requests: bool = True
-
-
 def parse(body_type: type[M], raw: bytes) -> M:
     """Read a JSON body (an empty one is `{}`); ValueError names the first mistake."""
     try:
@@ -228,7 +175,7 @@ def parse(body_type: type[M], raw: bytes) -> M:
         raise ValueError(f"{message}{got}") from error
 
 
-def reply(request: GenerationRequest, result: GenerationResult, text: str, latency_s: float) -> dict[str, Any]:
+def reply(request: GenerationRequest, result: GenerationResult) -> dict[str, Any]:
     """Return the reply to /generate."""
     reason = result.finish_reason
     details: dict[str, dict[str, Any]] = {
@@ -237,7 +184,6 @@ def reply(request: GenerationRequest, result: GenerationResult, text: str, laten
         "abort": {"message": reason.message},
     }
     return {
-        "text": text,
         "output_ids": result.output_ids,
         "meta_info": {
             "id": request.rid,
@@ -247,6 +193,5 @@ def reply(request: GenerationRequest, result: GenerationResult, text: str, laten
             "weight_version": result.version,
             "weight_versions": [asdict(span) for span in result.version_spans],
             "stale_kv_tokens": result.stale_kv_tokens,
-            "e2e_latency": latency_s,
         },
     }

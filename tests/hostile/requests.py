@@ -57,16 +57,14 @@ LITE: Endpoints = {
     "POST /generate": ({"input_ids": [5], "sampling_params": _SHORT}, protocol.GenerateBody.model_fields),
     "POST /generate#sampling_params": (_SHORT, protocol.SamplingBody.model_fields),
     "POST /pause_generation": ({}, protocol.PauseBody.model_fields),
-    "POST /continue_generation": ({}, protocol.ContinueBody.model_fields),
-    "POST /abort_request": ({"rid": "r"}, protocol.AbortBody.model_fields),
-    "POST /update_weight_version": ({"new_version": "0"}, protocol.VersionBody.model_fields),
+    "POST /continue_generation": ({}, _NO_BODY),
     "POST /init_weights_update_group": (_JOIN, protocol.JoinGroupBody.model_fields),
     "POST /destroy_weights_update_group": (_GROUP, protocol.LeaveGroupBody.model_fields),
-    "POST /begin_weight_update": ({}, protocol.BeginUpdateBody.model_fields),
+    "POST /begin_weight_update": ({}, _NO_BODY),
     "POST /update_weights_from_distributed": (_BUCKET, protocol.BucketBody.model_fields),
     "POST /end_weight_update": ({"fingerprints": {"a": "b"}}, protocol.VerifiedBody.model_fields),
     "POST /update_weights_from_disk": ({"model_path": "/none"}, protocol.DiskUpdateBody.model_fields),
-    **{line: ({}, _NO_BODY) for line in ("POST /flush_cache", "GET /health", "GET /server_info", "PUT /generate")},
+    **{line: ({}, _NO_BODY) for line in ("GET /health", "GET /server_info", "PUT /generate")},
 }
 _ENTRY = {"name": "x", "address": "a:1", "backend": "lite", "node": "n", "incarnation": "i"}
 _ENTRY |= {"state": "ready", "detail": "", "since": 1.0}

@@ -92,7 +92,7 @@ def change_at_random(server: LiteServer, checkpoints: list[str], rng: random.Ran
         pause = rng.choice(["abort", "retract", "in_place", None])
         if pause is not None:
             server.post("/pause_generation", mode=pause)
-        server.post("/update_weights_from_disk", abort_all_requests=rng.random() < 0.3, **body)
+        server.post("/update_weights_from_disk", **body)
         if pause is not None:
             server.post("/continue_generation")
 

@@ -67,7 +67,7 @@ class Client:
 async def client(model_path: str) -> AsyncIterator[Client]:
     runner = ModelRunner(load_causal_lm(model_path, dtype=torch.float32), slots=4, context=256)
     engine = GenerationEngine(runner, eos_ids=frozenset({EOS}), tokenizer=tokenizer())
-    server = Server(engine, tokenizer(), model_path=model_path)
+    server = Server(engine, model_path=model_path)
     web_runner = web.AppRunner(server.app, handler_cancellation=True, shutdown_timeout=1)
     await web_runner.setup()
     await web.TCPSite(web_runner, "127.0.0.1", 0).start()
@@ -101,9 +101,7 @@ async def test_a_reply_has_sglangs_shape_and_the_models_logprobs(client: Client,
     status, reply = await client.post("/generate", body)
     assert status == 200
     assert server_logprobs(reply) == pytest.approx(logprobs_by(reference, prompt, reply["output_ids"]), abs=1e-4)
-    assert reply["text"] == tokenizer().decode(reply["output_ids"], skip_special_tokens=True)
     meta = reply["meta_info"]
-    assert meta.pop("e2e_latency") > 0
     meta.pop("output_token_logprobs")
     assert meta == {
         "id": "mine",
@@ -147,31 +145,17 @@ async def test_greedy_equals_hugging_face(client: Client, reference: PreTrainedM
     assert reply["output_ids"] == expected[0, 3:].tolist()
 
 
-async def test_text_prompts_and_stop_strings(client: Client) -> None:
-    params = {"max_new_tokens": 80, "ignore_eos": True, "sampling_seed": 1}
-    status, free = await client.post("/generate", {"text": "the banana", "sampling_params": params})
-    assert status == 200 and free["meta_info"]["prompt_tokens"] == len(tokenizer().encode("the banana"))
-    raw = tokenizer().decode(free["output_ids"], skip_special_tokens=False)
-    stop = raw[30:33]
-    assert "<" not in stop and ">" not in stop
-    replies = []
-    for no_stop_trim in (False, True):
-        body = {"text": "the banana", "sampling_params": {**params, "stop": [stop, "0"], "no_stop_trim": no_stop_trim}}
-        replies.append((await client.post("/generate", body))[1])
-    trimmed, whole = replies
-    assert trimmed["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
-    assert stop in whole["text"] and stop not in trimmed["text"]
-    assert whole["text"].startswith(trimmed["text"])
-    assert trimmed["output_ids"] == whole["output_ids"] == free["output_ids"][: len(whole["output_ids"])]
-
-
-async def test_a_stop_token_is_in_the_ids_and_not_in_the_text(client: Client) -> None:
-    free = await client.generate([5], max_new_tokens=30, sampling_seed=8)
-    stop = next(token for token in free["output_ids"][5:] if 2 <= token < 28)
-    reply = await client.generate([5], max_new_tokens=30, sampling_seed=8, stop_token_ids=[stop])
-    assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
-    assert reply["output_ids"][-1] == stop
-    assert reply["text"] == tokenizer().decode(reply["output_ids"][:-1], skip_special_tokens=True)
+async def test_stop_strings_and_stop_tokens_stay_in_the_ids(client: Client) -> None:
+    free = (await client.generate([5], max_new_tokens=80, sampling_seed=1))["output_ids"]
+    text = tokenizer().decode(free, skip_special_tokens=False)[30:33]
+    assert "<" not in text and ">" not in text
+    token = next(token for token in free[5:] if 2 <= token < 28)
+    for stop, matched in (({"stop": [text, "0"]}, text), ({"stop_token_ids": [token]}, token)):
+        reply = await client.generate([5], max_new_tokens=80, sampling_seed=1, **stop)
+        assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": matched}
+        assert reply["output_ids"] == free[: len(reply["output_ids"])]
+        ends = tokenizer().decode(reply["output_ids"], skip_special_tokens=False), reply["output_ids"][-1]
+        assert matched in ends[0] if isinstance(matched, str) else matched == ends[1]
 
 
 async def test_requests_without_a_seed_differ(client: Client) -> None:
@@ -180,8 +164,8 @@ async def test_requests_without_a_seed_differ(client: Client) -> None:
 
 
 BAD_REQUESTS: list[tuple[object, str]] = [
-    ({}, "exactly one of input_ids and text"),
-    ({"input_ids": [5], "text": "a"}, "exactly one of input_ids and text"),
+    ({}, "input_ids: Field required"),
+    ({"input_ids": [5], "text": "a"}, "text must be left out: unsupported option"),
     ({"input_ids": []}, "1 to 255 tokens: got 0"),
     ({"input_ids": [5] * 256}, "got 256"),
     ({"input_ids": [VOCAB_SIZE]}, f"got {VOCAB_SIZE}"),
@@ -191,7 +175,6 @@ BAD_REQUESTS: list[tuple[object, str]] = [
     ({"input_ids": [True]}, "input_ids.0"),
     ({"input_ids": [[5]]}, "input_ids.0"),
     ({"input_ids": "5"}, "input_ids"),
-    ({"text": 5}, "text"),
     ([1, 2], "should be an object"),
     ({"input_ids": [5], "image_data": ["x"]}, "image_data must be left out: got images for a model"),
     ({"input_ids": [5], "stream": True}, "unsupported option"),
@@ -210,10 +193,9 @@ BAD_REQUESTS: list[tuple[object, str]] = [
     ({"input_ids": [5], "sampling_params": {"n": 2}}, "sampling_params.n"),
     ({"input_ids": [5], "sampling_params": {"stop": [""]}}, "stop"),
     ({"input_ids": [5], "sampling_params": {"stop_token_ids": [VOCAB_SIZE]}}, f"got {VOCAB_SIZE}"),
-    ({"text": "\ud800"}, "the body must be JSON"),
     ({"input_ids": [5], "rid": "\udfff"}, "the body must be JSON"),
 ]
-NESTED = (b"[" * 100_000, b'{"text":' * 100_000, b'{"input_ids": ' + b"[" * 100_000 + b"]" * 100_000 + b"}")
+NESTED = (b"[" * 100_000, b'{"rid":' * 100_000, b'{"input_ids": ' + b"[" * 100_000 + b"]" * 100_000 + b"}")
 
 
 async def test_bad_requests_are_refused_and_harm_nobody(client: Client) -> None:
@@ -230,30 +212,6 @@ async def test_bad_requests_are_refused_and_harm_nobody(client: Client) -> None:
     assert (await client.get("/generate"))[0] == 405
     assert (await client.get("/nowhere"))[0] == 404
     assert (await victim)["output_ids"] == alone["output_ids"]
-
-
-async def test_a_long_text_keeps_nobody_waiting(client: Client) -> None:
-    has_come, may_end = threading.Event(), threading.Event()
-
-    class SlowTokenizer:
-        def encode(self, text: str) -> list[int]:
-            has_come.set()
-            assert may_end.wait(120), f"{len(text)} characters"
-            return [5, 6]
-
-        def decode(self, tokens: list[int], **_: object) -> str:
-            return str(len(tokens))
-
-    client.server._tokenizer = SlowTokenizer()  # type: ignore[assignment]
-    body = {"text": "a" * 1000, "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
-    pending = asyncio.create_task(client.post("/generate", body))
-    async with asyncio.timeout(120):
-        while not has_come.is_set():
-            await asyncio.sleep(0.01)
-        assert (await client.get("/health"))[0] == 200
-        may_end.set()
-        status, reply = await pending
-    assert (status, reply["meta_info"]["prompt_tokens"], reply["text"]) == (200, 2, "3")
 
 
 @pytest.mark.parametrize(
@@ -288,30 +246,14 @@ async def test_pause_abort_and_continue(client: Client) -> None:
     async with asyncio.timeout(120):
         while not (await client.get("/server_info"))[1]["waiting"]:
             await asyncio.sleep(0)
-    assert (await client.post("/flush_cache"))[0] == 400
-    assert (await client.post("/continue_generation", {"torch_empty_cache": False}))[0] == 200
+    assert (await client.post("/continue_generation"))[0] == 200
     assert (await held)["output_ids"] == replies[0]["output_ids"][:5]
-    assert (await client.post("/flush_cache"))[0] == 200
     assert (await client.post("/pause_generation", {"mode": "sideways"}))[0] == 400
 
 
 async def test_bodyless_posts_of_older_clients_work(client: Client) -> None:
     assert (await client.post("/pause_generation", raw=b""))[0] == 200
     assert (await client.post("/continue_generation", raw=b""))[0] == 200
-
-
-async def test_abort_request(client: Client) -> None:
-    async def start(rid: str) -> Reply:
-        params = {"max_new_tokens": 250, "ignore_eos": True}
-        return await client.post("/generate", {"input_ids": [5], "rid": rid, "sampling_params": params})
-
-    tasks = [asyncio.create_task(start(rid)) for rid in "ab"]
-    await client.wait_for_tokens(20)
-    assert (await client.post("/abort_request", {"rid": "a"}))[1]["message"] == "1 requests aborted"
-    assert (await tasks[0])[1]["meta_info"]["finish_reason"]["type"] == "abort"
-    assert (await client.post("/abort_request", {"abort_all": True}))[0] == 200
-    assert (await tasks[1])[1]["meta_info"]["finish_reason"]["type"] in ("abort", "length")
-    assert (await client.post("/abort_request", {}))[0] == 400
 
 
 async def test_a_client_that_leaves_frees_its_slot(client: Client) -> None:
@@ -328,13 +270,10 @@ async def test_a_client_that_leaves_frees_its_slot(client: Client) -> None:
 
 async def test_information(client: Client, model_path: str) -> None:
     assert await client.get("/health") == (200, {"status": "ok"})
-    assert (await client.get("/v1/models"))[1]["data"][0]["id"] == model_path
-    for path in ("/get_model_info", "/model_info"):
-        assert (await client.get(path))[1]["weight_version"] == "0"
+    told = (await client.get("/get_model_info"))[1]
+    assert (told["model_path"], told["weight_version"], told["slots"]) == (model_path, "0", 4)
     info = (await client.get("/server_info"))[1]
     assert (info["running"], info["waiting"], info["slots"], info["cache_capacity_tokens"]) == (0, 0, 4, 1024)
-    assert (await client.post("/update_weight_version", {"new_version": "7"}))[0] == 200
-    assert (await client.get("/model_info"))[1]["weight_version"] == "7"
 
 
 async def test_update_from_disk(client: Client, tmp_path: Path) -> None:
@@ -405,7 +344,7 @@ async def test_a_checkpoint_that_does_not_fit_keeps_the_old_weights(client: Clie
         status, reply = await client.post("/update_weights_from_disk", body)
         assert status == 400 and reason in reply["error"]["message"], reply
     assert (await client.generate([5, 6], max_new_tokens=20, sampling_seed=0))["output_ids"] == before["output_ids"]
-    assert (await client.get("/model_info"))[1]["weight_version"] == "0"
+    assert (await client.get("/get_model_info"))[1]["weight_version"] == "0"
 
 
 class Trainer:
@@ -458,10 +397,10 @@ async def test_update_by_broadcast_again_and_again(client: Client) -> None:
             version = str(2 * round_number + half + 1)
             assert (await client.post("/begin_weight_update", {}))[0] == 200
             assert (await trainer.send(names[:9]))[0] == 200
-            assert (await client.get("/model_info"))[1]["weight_version"] != version
+            assert (await client.get("/get_model_info"))[1]["weight_version"] != version
             assert (await trainer.send(names[9:], weight_version=version))[0] == 200
             assert (await client.post("/end_weight_update"))[0] == 200
-            assert (await client.get("/model_info"))[1]["weight_version"] == version
+            assert (await client.get("/get_model_info"))[1]["weight_version"] == version
         reply = await client.generate([5, 6], max_new_tokens=30)
         expected = logprobs_by(build(config(), seed=10 + round_number), [5, 6], reply["output_ids"])
         assert server_logprobs(reply) == pytest.approx(expected, abs=1e-4)

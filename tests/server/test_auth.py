@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from testing_lite import LiteServer
 from testing_server import serve
-from tiny_models import build, config, tokenizer
+from tiny_models import build, config
 
 from arealite.inference.http import ServerConnection, StatusError, deadline_in, open_session
 from arealite.server.__main__ import main
@@ -24,7 +24,7 @@ SECRET = "s3cret"
 
 class GuardedServer(LiteServer):
     def app(self) -> web.Application:
-        return Server(self.engine, tokenizer(), model_path="tiny", secret=SECRET).app
+        return Server(self.engine, model_path="tiny", secret=SECRET).app
 
 
 @pytest.fixture(scope="module")

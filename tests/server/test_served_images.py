@@ -44,7 +44,7 @@ class VisionServer(LiteServer):
 
     def app(self) -> web.Application:
         processor = load_image_processor(self.path)
-        return Server(self.engine, load_hf_tokenizer(self.path), model_path="tiny", image_processor=processor).app
+        return Server(self.engine, model_path="tiny", image_processor=processor).app
 
 
 @pytest.fixture(scope="module")
@@ -112,13 +112,14 @@ def test_an_interrupted_group_finishes_as_if_nothing_had_happened(path: str, wor
 def test_other_images_are_another_prompt(path: str) -> None:
     """Equal tokens with other images share no prefill; the same images make the same completion."""
     server = VisionServer(path)
-    prompt = {"text": "<|user|><|vision_start|><|image_pad|><|vision_end|>Count.<|end|><|assistant|>"}
+    text = "<|user|><|vision_start|><|image_pad|><|vision_end|>Count.<|end|><|assistant|>"
+    ids = load_hf_tokenizer(path)(text)["input_ids"]
     greedy = {"sampling_params": {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}, "return_logprob": True}
     with testing_client.connected(server, backend="lite"):
         server.engine.pause().result()
 
         def ask(seed: int) -> list[float]:
-            reply = server.post("/generate", **prompt, **greedy, image_data=as_base64(picture(seed=seed)))
+            reply = server.post("/generate", input_ids=ids, **greedy, image_data=[as_base64(picture(seed=seed))])
             assert reply["meta_info"]["prompt_tokens"] == len(ids) + 3, "an image of 56 x 56 is four tokens"
             return [logprob for logprob, *_ in reply["meta_info"]["output_token_logprobs"]]
 
@@ -129,7 +130,6 @@ def test_other_images_are_another_prompt(path: str) -> None:
             server.engine.resume().result()
             return [await one for one in asked]
 
-        ids = load_hf_tokenizer(path)(prompt["text"])["input_ids"]
         first, second, third = asyncio.run(ask_all())
     assert first == third
     assert max(abs(a - b) for a, b in zip(first, second, strict=True)) > 1e-3
@@ -137,11 +137,20 @@ def test_other_images_are_another_prompt(path: str) -> None:
 
 def test_images_that_can_not_be_shown_are_refused(path: str, tmp_path: Path) -> None:
     server, blind = VisionServer(path), LiteServer(build(config(), seed=1))
-    image = as_base64(picture())
+    image, encode = as_base64(picture()), load_hf_tokenizer(path).encode
+    unasked, unseen = encode("Count."), encode("<|image_pad|>")
     with testing_client.connected(server, blind, backend="lite"):
         for one, body, told in (
-            (server, {"text": "Count.", "image_data": [image]}, "must have a placeholder for each image: got 0"),
-            (server, {"text": "<|image_pad|>", "image_data": ["/etc/passwd"]}, "image_data must be base64 of an image"),
+            (
+                server,
+                {"input_ids": unasked, "image_data": [image]},
+                "must have a placeholder for each image: got 0",
+            ),
+            (
+                server,
+                {"input_ids": unseen, "image_data": ["/etc/passwd"]},
+                "image_data must be base64 of an image",
+            ),
             (blind, {"input_ids": [5], "image_data": [image]}, "image_data must be left out: got images for a model"),
         ):
             with pytest.raises(HTTPError) as raised:
