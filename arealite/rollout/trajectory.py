@@ -40,13 +40,13 @@ _COPY_VERSIONS = "Copy ModelResponse.output_versions."
 
 
 class Columns:
-    """Requires all trajectories of a workflow to have the keys and dimensions of its first one."""
+    """Requires all trajectories of a workflow to have the keys, dtypes and dimensions of its first one."""
 
     def __init__(self) -> None:
-        self._first: dict[int, dict[str, tuple[int, ...]]] = {}  # by id of a live workflow
+        self._first: dict[int, dict[str, tuple[Any, ...]]] = {}  # by id of a live workflow
 
     def check(self, trajectory: TensorDict, workflow: object) -> None:
-        columns = {key: (value.dim(), *value.shape[2:]) for key, value in trajectory.items()}
+        columns = {key: (value.dtype, value.dim(), *value.shape[2:]) for key, value in trajectory.items()}
         if id(workflow) not in self._first:
             self._first[id(workflow)] = columns
             weakref.finalize(workflow, self._first.pop, id(workflow))
@@ -54,8 +54,8 @@ class Columns:
         keys = sorted(columns.keys() | first.keys())
         if other := [key for key in keys if columns.get(key) != first.get(key)]:
             raise TrajectoryError(
-                "a trajectory must have the keys and dimensions of the first one of its workflow: got other "
-                f"{', '.join(other)}. Return the same keys for every prompt."
+                "a trajectory must have the keys, dtypes and dimensions of the first one of its workflow: got other "
+                f"{', '.join(other)}. Return the same keys and types for every prompt."
             )
 
 
@@ -67,7 +67,7 @@ def has_spread(trajectory: TensorDict) -> bool:
 def check_trajectory(
     trajectory: object, head_version: int, newest_version: float = math.inf, *, needs_kept: bool = False
 ) -> TensorDict:
-    """Return the trajectory; raise TrajectoryError with the key that breaks the contract.
+    """Return the trajectory with rewards and metrics in float32; raise TrajectoryError with the key that is wrong.
 
     `needs_kept` requires the kept set of each token, as top_p, top_k or min_p restricted a completion.
     """
@@ -96,7 +96,8 @@ def check_trajectory(
     if present >= _KEPT:
         _check_kept(trajectory)
     _check_versions(trajectory, head_version, newest_version)
-    return trajectory
+    # A score may be the int 1 in one trajectory and 0.5 in another.
+    return trajectory.copy().update({key: trajectory[key].float() for key in ("rewards", *own_metrics(trajectory))})
 
 
 def _check_shapes(trajectory: TensorDict) -> None:

@@ -738,9 +738,13 @@ MALFORMED: dict[str, tuple[Callable[[TensorDict], Any], str]] = {
     "keys are missing": (lambda one: one.exclude("logprobs", "rewards"), "got no logprobs, rewards"),
     "a key that others lack": (
         changed(turns=torch.ones(1)),
-        "the keys and dimensions of the first .*: got other turns",
+        "the keys, dtypes and dimensions of the first .*: got other turns",
     ),
     "a key that others have": (lambda one: one.exclude("no_eos"), "of the first .*: got other no_eos"),
+    "a key of another dtype": (
+        lambda one: one.update({"input_ids": one["input_ids"].int()}),
+        "of the first .*: got other input_ids. Return the same keys and types",
+    ),
     "a key of other dimensions": (changed(extra=torch.ones(1, 3)), "of the first .*: got other extra"),
     "no batch_size": (with_batch_size(), r"must have a batch_size that begins with \[1\]: got \[\]"),
     "no rows": (lambda one: one[:0], r"\['input_ids'\] must be \[B, S\] with at least one row"),

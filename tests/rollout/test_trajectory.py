@@ -13,7 +13,7 @@ from testing_workflows import waiting_trajectory
 
 from arealite.api.io_struct import ModelRequest, PromptId
 from arealite.rollout.prompts import Episode, Prompt, sampling_seed
-from arealite.rollout.trajectory import assemble_batch, split_batch
+from arealite.rollout.trajectory import assemble_batch, check_trajectory, split_batch
 from arealite.utils.tensors import concat_padded_tensors
 
 
@@ -135,3 +135,14 @@ def test_seeds_of_named_runs_do_not_depend_on_the_order_of_their_requests() -> N
     flat = [seed for values in first.values() for seed in values]
     assert len(set(flat)) == len(flat) == 8
     assert set(flat).isdisjoint(seed for values in seeds(asked, attempt=1).values() for seed in values)
+
+
+def test_rewards_and_metrics_are_float32_whatever_a_workflow_makes_them() -> None:
+    """A score may be the int 1 in one trajectory and 0.5 in another."""
+    given = waiting_trajectory(0, 3)
+    for rewards, scores in ((1, True), (0.5, 2)):
+        given["rewards"], given["score"] = torch.tensor([rewards]), torch.tensor([scores])
+        found = check_trajectory(given, 3)
+        assert [found[key].dtype for key in ("rewards", "score")] == [torch.float32] * 2
+        assert [found[key].tolist() for key in ("rewards", "score")] == [[rewards], [scores]]
+        assert given["score"].dtype != torch.float32, "the workflow's own is as it was"

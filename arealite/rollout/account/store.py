@@ -128,7 +128,7 @@ class RolloutStore:
         batch = self._num_batches[path]
         self._num_batches[path] += 1
         with writing(path, pa.ArrowException):
-            write_batch(path / f"{batch}.parquet", _promoted(self._tables(episodes, step)), step)
+            write_batch(path / f"{batch}.parquet", self._tables(episodes, step), step)
 
     def _write_update(
         self, path: Path, updates: Sequence[Update], is_whole: list[bool], previous: Future[None]
@@ -139,12 +139,12 @@ class RolloutStore:
             write_update(batch, updates, is_whole)
 
     def _tables(self, episodes: list[Episode], step: int | None) -> list[pa.Table]:
-        """Return the rows of a batch: a table per run of episodes with equal dtypes."""
+        """Return the rows of a batch: the tables that other processes have built, and one of all other episodes."""
         share = 1.0 if step is None else self._stored_share
         tables = []
-        for kind, alike in itertools.groupby(episodes, _kind):
+        for is_built, alike in itertools.groupby(episodes, lambda one: one.table is not None):
             some = list(alike)
-            if kind is None:
+            if is_built:
                 tables += [one.table for one in some]
                 continue
             tokenizers = [self._tokenizer_of(one.prompt.workflow) for one in some]
@@ -204,42 +204,9 @@ def _dtypes(trajectory: TensorDict) -> dict[str, str]:
     return {key: str(tensor.dtype).removeprefix("torch.") for key, tensor in tensors}
 
 
-def _kind(one: Episode) -> dict[str, str] | None:
-    """Return the dtypes of an episode's rows; None if another process has built its table."""
-    return None if one.table is not None else _dtypes(one.trajectory)
-
-
 def _is_whole(prompt_id: str, stored_share: float) -> bool:
     """Return whether tokens and texts of a prompt's episodes are stored."""
     return zlib.crc32(prompt_id.encode()) < stored_share * 2**32
-
-
-def _promoted(tables: list[pa.Table]) -> list[pa.Table]:
-    """Cast the tables of a batch to common dtypes: a score may be the int 1 in one and 0.5 in another."""
-    each = [json.loads(table.schema.metadata[_DTYPES]) for table in tables]
-    if all(one == each[0] for one in each):
-        return tables
-    common: dict[str, torch.dtype] = {}
-    for key, name in itertools.chain.from_iterable(one.items() for one in each):
-        common[key] = torch.promote_types(common.get(key, getattr(torch, name)), getattr(torch, name))
-
-    def typed(field: pa.Field) -> pa.Field:
-        if field.name == "more":
-            return field.with_type(pa.struct([typed(one) for one in field.type]))
-        dtype = common.get({"reward": "rewards"}.get(field.name, field.name))
-        return field if dtype is None else field.with_type(_with_leaf(field.type, dtype))
-
-    dtypes = {key: str(dtype).removeprefix("torch.") for key, dtype in common.items()}
-    metadata = {_DTYPES: json.dumps(dtypes)}
-    return [table.cast(pa.schema(map(typed, table.schema), metadata=metadata), safe=False) for table in tables]
-
-
-def _with_leaf(type_: pa.DataType, dtype: torch.dtype) -> pa.DataType:
-    """Replace the number type inside a list type by a dtype; halves become float32."""
-    if pa.types.is_list(type_):
-        return pa.list_(type_.value_field.with_type(_with_leaf(type_.value_type, dtype)))
-    is_half = dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
-    return pa.from_numpy_dtype(torch.empty(0, dtype=torch.float32 if is_half else dtype).numpy().dtype)
 
 
 class Replay:

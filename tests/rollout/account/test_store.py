@@ -87,40 +87,6 @@ def test_batches_come_back_bit_for_bit(
             assert torch.equal(one[key].contiguous().view(torch.uint8), other[key].contiguous().view(torch.uint8)), key
 
 
-@pytest.mark.parametrize(
-    "dtypes",
-    [
-        (torch.int64, torch.float32),
-        (torch.float32, torch.int64),
-        (torch.bool, torch.int64),
-        (torch.bool, torch.float16),
-        (torch.bfloat16, torch.float32),
-        (torch.int32, torch.bfloat16),
-    ],
-)
-@pytest.mark.parametrize("key", ["rewards", "loss_mask", "score", "scores_of_heads"])
-def test_episodes_of_other_dtypes_come_back_as_their_batch(
-    tmp_path: Path, key: str, dtypes: tuple[torch.dtype, ...]
-) -> None:
-    generator = torch.Generator().manual_seed(1)
-    trajectories = [trajectory_of(generator, 3, False) for _ in dtypes]
-    for one, dtype in zip(trajectories, dtypes, strict=True):
-        shape = {"loss_mask": one["loss_mask"].shape, "scores_of_heads": (3, 4, 5)}.get(key, (3,))
-        one[key] = (torch.rand(shape, generator=generator) * 3).to(dtype)
-        if key == "loss_mask":
-            one[key] = one[key] * one["attention_mask"]
-    trajectories[0]["difficulty"] = torch.rand(3, requires_grad=True)
-    trajectories[1]["difficulty"] = torch.rand(3)
-    expected = assemble_batch(trajectories).detach()
-    store = RolloutStore(tmp_path)
-    store.append("step_0", [finished(i, one) for i, one in enumerate(trajectories)], 0)
-    store.close()
-    [found] = read_batches(tmp_path / "step_0")
-    for name in expected.keys():  # noqa: SIM118 - a TensorDict is iterated by rows
-        assert found[name].dtype == expected[name].dtype, name
-        assert torch.equal(found[name], expected[name]), name
-
-
 class Letters:
     def decode(self, ids: list[int]) -> str:
         return "".join(map(chr, ids))
