@@ -10,31 +10,20 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from testing_plans import SECONDS, ppo_config, record, write_run
+from testing_plans import SECONDS, on_one_rank, ppo_config, record, write_run
 
 from arealite.api.cli_args import PPOConfig
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
-from arealite.cli.plan_core import (
-    Cost,
-    Layout,
-    busiest_share,
-    critical_path,
-    fit_costs,
-    layouts,
-    measure,
-    simulate,
-)
+from arealite.cli.plan_core import Layout, layouts, measure, simulate
 from arealite.core.experiments import ppo
 from arealite.core.records import CallLog, read_calls
 from arealite.launcher.plan.layout import make_layout
 
 CONFIG = ppo_config()
 GRAPH = ppo(CONFIG)
-PARALLEL = {name: Cost(0.0, seconds) for name, seconds in SECONDS.items()}
 ranks = st.integers(1, 4)
-seconds = st.floats(0.01, 100.0)
-prices = st.fixed_dictionaries({name: st.builds(Cost, serial=seconds, parallel=seconds) for name in SECONDS})
+prices = st.fixed_dictionaries({name: st.floats(0.01, 100.0) for name in SECONDS})
 
 
 @cache
@@ -42,81 +31,52 @@ def layout(*workers: str) -> Layout:
     return make_layout(ppo_config(*(f"workers.{one}" for one in workers)), GRAPH.engines)
 
 
-def graph_s(on: Layout, price: dict[str, Cost]) -> float:
-    return max(one.end for one in simulate(GRAPH, on, price).values())
+def graph_s(on: Layout, seconds: dict[str, float]) -> float:
+    return max(end for _, end in simulate(GRAPH, on, on_one_rank(CONFIG, GRAPH, seconds)).values())
 
 
 def test_a_step_of_ppo_by_hand() -> None:
-    together, apart = layout("actor.ranks=1"), layout("actor.ranks=1", "critic.ranks=1")
-    assert graph_s(together, PARALLEL) == 2 + 3 + 1 + 4 + 5
-    assert critical_path(simulate(GRAPH, together, PARALLEL)) == [*SECONDS]
-    spans = simulate(GRAPH, apart, PARALLEL)
-    assert {name: (one.begin, one.end) for name, one in spans.items()} == {
+    assert graph_s(layout("actor.ranks=1"), SECONDS) == 2 + 3 + 1 + 4 + 5
+    assert simulate(GRAPH, layout("actor.ranks=1", "critic.ranks=1"), on_one_rank(CONFIG, GRAPH, SECONDS)) == {
         "actor_inf": (0, 2),
         "critic_inf": (0, 3),
         "advantages": (3, 4),
         "actor_train": (4, 8),
         "critic_train": (4, 9),
     }
-    assert critical_path(spans) == ["critic_inf", "advantages", "critic_train"]
-    assert graph_s(layout("actor.ranks=2"), PARALLEL) == 15 / 2
-    halves = {name: Cost(one / 2, one / 2) for name, one in SECONDS.items()}
-    assert graph_s(layout("actor.ranks=2"), halves) == 15 * 3 / 4
+    assert graph_s(layout("actor.ranks=2"), SECONDS) == pytest.approx(15 * (0.1 + 0.9 / 2))
 
 
 def test_a_group_whose_ranks_have_unequal_numbers_of_parts_is_as_slow_as_the_busiest() -> None:
-    two, three = layout("actor.ranks=3", "critic.ranks=2")[::-1]
-    assert (two.name, busiest_share((three, two), two)) == ("critic", 2 / 3), "three parts on two ranks"
-    assert busiest_share((two,), two) == 1 / 2
+    spans = simulate(GRAPH, layout("actor.ranks=3", "critic.ranks=2"), on_one_rank(CONFIG, GRAPH, SECONDS))
+    assert spans["critic_inf"][1] == pytest.approx(3 * (0.1 + 0.9 * 2 / 3)), "three parts on two ranks"
+    assert spans["actor_inf"][1] == pytest.approx(2 * (0.1 + 0.9 / 3))
 
 
 @given(ranks, prices)
-def test_one_group_does_one_call_after_the_other(num_ranks: int, price: dict[str, Cost]) -> None:
-    all_calls = sum(one.serial + one.parallel / num_ranks for one in price.values())
-    assert graph_s(layout(f"actor.ranks={num_ranks}"), price) == pytest.approx(all_calls)
+def test_one_group_does_one_call_after_the_other(num_ranks: int, seconds: dict[str, float]) -> None:
+    all_calls = sum(one * (0.1 + 0.9 / num_ranks) for one in seconds.values())
+    assert graph_s(layout(f"actor.ranks={num_ranks}"), seconds) == pytest.approx(all_calls)
 
 
 @settings(max_examples=15, deadline=None)
 @given(ranks, st.one_of(st.none(), ranks), prices)
-def test_the_layout_of_a_run_is_predicted_as_measured(actor: int, critic: int | None, price: dict[str, Cost]) -> None:
+def test_the_layout_of_a_run_is_predicted_as_measured(
+    actor: int, critic: int | None, seconds: dict[str, float]
+) -> None:
     config = ppo_config(f"workers.actor.ranks={actor}", f"workers.critic.ranks={critic or 'null'}")
     with tempfile.TemporaryDirectory() as folder:
-        run = measure(write_run(Path(folder) / "run", config, GRAPH, price), config, GRAPH)
-    expected = graph_s(run.layout, price)
+        run = measure(write_run(Path(folder) / "run", config, GRAPH, seconds), config, GRAPH)
+    expected = graph_s(run.layout, seconds)
     assert run.num_steps == 3, "all but the first"
     assert run.graph_s == pytest.approx(expected, abs=1e-5)
-    assert graph_s(run.layout, fit_costs(GRAPH, [run])) == pytest.approx(expected, abs=1e-5)
-    assert run.step_s(0.0) == pytest.approx(20.0 + expected + 1.0)
-
-
-@settings(max_examples=15, deadline=None)
-@given(prices)
-def test_runs_on_two_numbers_of_ranks_tell_the_serial_part(price: dict[str, Cost]) -> None:
-    configs = [ppo_config(f"workers.actor.ranks={number}") for number in (1, 4)]
-    with tempfile.TemporaryDirectory() as folder:
-        runs = [
-            measure(write_run(Path(folder) / str(number), config, GRAPH, price), config, GRAPH)
-            for number, config in enumerate(configs)
-        ]
-    for name, cost in fit_costs(GRAPH, runs).items():
-        assert cost.serial == pytest.approx(price[name].serial, abs=1e-4)
-        assert cost.parallel == pytest.approx(price[name].parallel, abs=1e-4)
-
-
-def test_neither_part_of_a_cost_is_below_0(tmp_path: Path) -> None:
-    for on_two, serial, parallel in ((5.0, 4.5, 0.0), (1.0, 0.0, (4 + 1 / 2) / (1 + 1 / 4))):
-        runs = []
-        for num_ranks, call_s in ((1, 4.0), (2, on_two)):
-            config = ppo_config(f"workers.actor.ranks={num_ranks}")
-            run = write_run(tmp_path / f"{on_two}-{num_ranks}", config, GRAPH, dict.fromkeys(SECONDS, Cost(call_s, 0)))
-            runs.append(measure(run, config, GRAPH))
-        cost = fit_costs(GRAPH, runs)["advantages"]
-        assert (cost.serial, cost.parallel) == pytest.approx((serial, parallel), abs=1e-5)
+    assert max(end for _, end in simulate(GRAPH, run.layout, run).values()) == pytest.approx(expected, abs=1e-5)
+    assert run.timers["step"] == pytest.approx(20.0 + expected + 1.0)
 
 
 def test_steps_of_the_warm_up_of_another_config_and_with_a_repeated_call_are_left_out(tmp_path: Path) -> None:
     config = ppo_config("critic_warmup_steps=2", "workers={}")
-    run = write_run(tmp_path / "run", config, GRAPH, PARALLEL, factors=(1, 1, 2, 3, 4, 50, 1))
+    run = write_run(tmp_path / "run", config, GRAPH, SECONDS, factors=(1, 1, 2, 3, 4, 50, 1))
     records = read_calls(run.calls)
     log = CallLog(run.calls)
     for one in records:
@@ -131,17 +91,6 @@ def test_steps_of_the_warm_up_of_another_config_and_with_a_repeated_call_are_lef
     assert measured.num_steps == 2, "steps 3 and 4"
     assert measured.graph_s == pytest.approx(3.5 * 15)
     assert measured.timers == {"rollout": 20.0, "weights": 0.5, "step": pytest.approx(20 + 3.5 * 15 + 1)}
-
-
-def test_a_run_that_waits_for_servers_that_never_pause_gets_no_shorter_steps(tmp_path: Path) -> None:
-    change = {}
-    for kind, async_training, rollout_s in (("sync", "false", 20), ("waits", "true", 20), ("busy", "true", 0.1)):
-        config = ppo_config(f"async_training={async_training}", "workers={}")
-        run = measure(
-            write_run(tmp_path / kind, config, GRAPH, PARALLEL, rollout_s=rollout_s, factors=(1, 1)), config, GRAPH
-        )
-        change[kind] = [round(run.step_s(seconds) - run.step_s(0.0), 6) for seconds in (-6.0, 6.0, 26.0)]
-    assert change == {"sync": [-6, 6, 26], "waits": [0, 0, 6], "busy": [-6, 6, 26]}
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 6])
@@ -166,7 +115,7 @@ def test_layouts_keep_strategies_and_fit_the_cluster() -> None:
 
 def test_runs_without_what_a_prediction_needs_are_refused(tmp_path: Path) -> None:
     config = ppo_config("workers={}")
-    run = write_run(tmp_path / "run", config, GRAPH, PARALLEL, factors=(1,))
+    run = write_run(tmp_path / "run", config, GRAPH, SECONDS, factors=(1,))
     complaint = refusal(run, config)
     assert complaint.startswith("costs must hold a complete step") and f": got 1 steps in {run.path}. " in complaint
     CallLog(run.calls).append(record("actor_inf", 0, "actor", "actor", 0.0, 1.0))
