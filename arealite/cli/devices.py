@@ -1,4 +1,4 @@
-"""`arealite devices`: the devices of nodes, the placements of a config, and whether its memory fits what is free."""
+"""`arealite devices`: the devices of nodes, and which process of a plan gets which."""
 
 import argparse
 
@@ -6,56 +6,29 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from arealite.api.cli_args import BaseExperimentConfig as Config
-from arealite.api.config.run import load_run_config
 from arealite.launcher.plan.jobs import samples_in_trainer
-from arealite.launcher.plan.plan import Plan, checked_plan
+from arealite.launcher.plan.plan import Plan
 from arealite.utils.devices import Node, this_node
 
 GIB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "arealite devices [--ray] [--config FILE.yaml] [key=value ...]"
     parser.description = (
-        "List GPUs, CPU cores and memory of this node, or of the nodes of a Ray cluster, and what is free. With a "
-        "config: which process gets which device, and whether the memory it needs is free, before any model is "
-        "loaded. `arealite check` looks at everything else, too."
+        "List GPUs, CPU cores and memory of this node, or of the nodes of a Ray cluster, and what is free. `arealite "
+        "check` shows which process of a run gets which device, and whether the memory it needs is free."
     )
-    parser.epilog = "exit status: 0 it fits (warnings don't count), 1 it does not, 2 the config can't be read"
     parser.add_argument("--ray", action="store_true", help="the nodes of RAY_ADDRESS, or of this node's cluster")
-    parser.add_argument("--config", metavar="FILE.yaml", help="the run to place")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys to change")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the devices of this node, or of a Ray cluster, and the plan of a config; return 1 if it does not fit."""
+    """Print the devices of this node, or of a Ray cluster."""
     console = Console(highlight=False)
     node = None if args.ray else this_node()
     console.print(_cluster() if node is None else _devices_of(node))
     if node is not None and not node.gpus:
         console.print("no GPU: nvidia-smi lists none that this process may use; trainers and lite run on CPU cores")
-    if args.config is None:
-        return 0
-    config = load_run_config(["--config", args.config, *args.overrides])
-    plan = checked_plan(config)
-    console.print("", placements(config, plan, node))
-    return _check(config, plan, of_ray=args.ray)
-
-
-def _check(config: Config, plan: Plan, *, of_ray: bool) -> int:
-    """Compare the plan with the devices; the model is built without weights."""
-    from arealite.cli.check.findings import Findings
-    from arealite.cli.check.memory import check_memory
-    from arealite.cli.check.model import check_model
-    from arealite.launcher.place.local import LocalPlace
-
-    findings = Findings()
-    if not of_ray and plan.num_nodes == 1:
-        findings.look("processes", lambda _: LocalPlace().check(config, plan))
-    model = findings.look("model", check_model, config)
-    if model is not None:
-        findings.look("memory", check_memory, config, model, config.train_dataset.max_length or 0)
-    return 1 if findings.summarize() else 0
+    return 0
 
 
 def _devices_of(node: Node) -> Table:
@@ -79,7 +52,7 @@ def _cluster() -> Table:
     return table
 
 
-def placements(config: Config, plan: Plan, node: Node | None) -> Table:
+def placements(config: Config, plan: Plan, node: Node) -> Table:
     """Return which process runs where; free memory is known of `node` if the run has no other."""
     table = _table("process", "node", "device", "free")
     here = node if plan.num_nodes == 1 else None
