@@ -54,17 +54,17 @@ ROOM_CEILINGS = {
     "algorithms": 860,
     "api": 2716,
     "chat": 483,
-    "cli": 2125,
+    "cli": 2040,
     "core": 2162,
     "dataset": 794,
     "engine": 2090,
-    "generation": 965,
+    "generation": 903,
     "inference": 2434,
     "launcher": 2732,
     "planner": 101,
     "reward": 614,
-    "rollout": 2269,
-    "server": 613,
+    "rollout": 2247,
+    "server": 530,
     "trainer": 882,
     "utils": 2053,
     "viewer": 1165,
@@ -74,12 +74,12 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 28047,
+    "code of the package": 27795,
     "files of a GRPO run": 130,
-    "code of a GRPO run": 17484,
+    "code of a GRPO run": 17317,
     "import depth": 18,
     "keys of a GRPO config": 357,
-    "lines of pages": 5671,
+    "lines of pages": 5668,
     "lines of README.md": 129,
 }
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 600
