@@ -81,7 +81,7 @@ class Worker:
             start_new_session=True,
         )
         assert relay.stdin is not None and relay.stdout is not None
-        self._input, self._output = relay.stdin, relay.stdout
+        self._relay, self._input, self._output = relay, relay.stdin, relay.stdout
         node_id = ray.get_runtime_context().get_node_id()
         return next(node["NodeName"] for node in ray.nodes() if node["NodeID"] == node_id)
 
@@ -93,41 +93,32 @@ class Worker:
         """Write to the relay."""
         self._input.write(data)
 
-    async def close_input(self) -> None:
-        """End the relay and its job."""
+    async def end(self) -> None:
+        """End the relay and its job, and wait until they have ended."""
         self._input.close()
+        await self._relay.wait()
 
 
 class RaySlot(RelaySlot):
-    """A slot that an actor keeps. It reads from the moment it exists, so that the loss of a node is noticed."""
+    """A slot that an actor keeps."""
 
     def __init__(self, node: str, actor: Any, *, timeout_s: float) -> None:
-        write, close_input = actor.write.remote, actor.close_input.remote
-        super().__init__(node, self._next_chunk, write, close_input, timeout_s=timeout_s)
+        super().__init__(node, self._read, actor.write.remote, actor.end.remote, timeout_s=timeout_s)
         self._actor = actor
-        self._read: asyncio.Queue[bytes | NodeLostError] = asyncio.Queue()
-        self._reading = asyncio.create_task(self._keep_reading())
 
     async def close(self) -> None:
         """Wait until the relay has ended the job and itself, and give its resources back."""
-        await super().close()
-        await asyncio.wait([self._reading], timeout=_CLOSE_S)
-        self._reading.cancel()
+        with contextlib.suppress(RayError, TimeoutError):  # its node is gone
+            async with asyncio.timeout(_CLOSE_S):
+                await self._actor.end.remote()
         await asyncio.to_thread(ray.kill, self._actor)
 
-    async def _keep_reading(self) -> None:
+    async def _read(self) -> bytes:
         try:
-            while chunk := await self._actor.read.remote():
-                self._read.put_nowait(chunk)
-            self._read.put_nowait(b"")
+            return bytes(await self._actor.read.remote())
         except RayError as error:
             why = "its actor can't be reached" if isinstance(error, ActorUnavailableError) else last_line(error)
-            self._read.put_nowait(NodeLostError(f"{self.node} is lost: {why}"))
-
-    async def _next_chunk(self) -> bytes:
-        if isinstance(chunk := await self._read.get(), NodeLostError):
-            raise chunk
-        return chunk
+            raise NodeLostError(f"{self.node} is lost: {why}") from error
 
 
 class RayPlace(RelayPlace):

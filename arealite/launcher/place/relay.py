@@ -13,7 +13,6 @@ import base64
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import signal
 import socket
@@ -33,7 +32,6 @@ from arealite.utils.processes import adopt_orphans, descendants, kill_tree
 
 _ALIVE_S = 2.0
 _PROGRESS_S = 10.0
-_KILLED_S = 5.0  # seconds to wait for a node's last message after asking it to kill its job
 _LINE_BYTES = 1 << 24
 _JOB_S = 3600.0  # a job that has not come by then never will
 
@@ -52,51 +50,43 @@ class RelaySlot:
     ) -> None:
         """`read` returns what the relay writes next, nothing at its end; `send` and `close_input` are its stdin."""
         self.node = node
-        self.host = self.address = ""
-        self.port = 0
-        self.gpus: Sequence[str] = []
         self._frames = _frames(read)
         self._send = send
         self._close_input = close_input
         self._timeout_s = timeout_s
         self._has_job = self._is_over = False
-        self._over_at = math.inf
-        self._deadline: asyncio.Timeout | None = None
 
     async def meet(self) -> None:
         """Wait for the relay's first message, which says where it is. Raises NodeLostError."""
-        hello = (await self._next({"hello"}))["hello"]
+        hello = (await self._next())["hello"]
         if hello["version"] != arealite.__version__:
             raise ConfigError(
                 f"{self.node} must have version {arealite.__version__} of arealite, as the launcher: got "
                 f"{hello['version']}. Install the same version on every node."
             )
-        self.host, self.address, self.port = hello["node"], hello["address"], hello["port"]
-        self.gpus = hello["gpus"]
+        self.host: str = hello["node"]
+        self.address: str = hello["address"]
+        self.port: int = hello["port"]
+        self.gpus: Sequence[str] = hello["gpus"]
 
     async def run(self, job: Job, output: Callable[[bytes], None]) -> int:
         if self._is_over:
             raise NodeLostError(f"{job.name} on {self.node} was given up before it began")
         self._has_job = True
         self._write(dataclasses.asdict(job))
-        loop = asyncio.get_running_loop()
         while True:
             try:
-                async with asyncio.timeout_at(min(loop.time() + self._timeout_s, self._over_at)) as self._deadline:
-                    frame = await self._next({"out", "alive", "exit", "text"})
+                async with asyncio.timeout(self._timeout_s):
+                    frame = await self._next()
             except TimeoutError:
-                rule = "end when it is killed" if self._is_over else f"give a sign of life every {self._timeout_s:g} s"
+                rule = f"give a sign of life every {self._timeout_s:g} s"
                 raise NodeLostError(f"{job.name} on {self.node} must {rule}: got nothing") from None
-            finally:
-                self._deadline = None
-            if "alive" in frame and not self._is_over:
-                self._write({"do": "stay"})
-            elif "out" in frame:
-                output(base64.b64decode(frame["out"]))
-            elif "exit" in frame:
+            if "exit" in frame:
                 return int(frame["exit"])
-            elif "text" in frame:
-                output(frame["text"])
+            if "out" in frame:
+                output(base64.b64decode(frame["out"]))
+            elif not self._is_over:
+                self._write({"do": "stay"})
 
     def terminate(self) -> None:
         if self._has_job:
@@ -106,10 +96,7 @@ class RelaySlot:
 
     def kill(self) -> None:
         self._is_over = True
-        self._over_at = min(self._over_at, asyncio.get_running_loop().time() + _KILLED_S)
         self._close_input()
-        if self._deadline is not None:
-            self._deadline.reschedule(self._over_at)
 
     async def close(self) -> None:
         self._close_input()
@@ -117,11 +104,10 @@ class RelaySlot:
     def _write(self, message: dict[str, Any]) -> None:
         self._send(json.dumps(message).encode() + b"\n")
 
-    async def _next(self, kinds: set[str]) -> dict[str, Any]:
-        """Return the next frame of these kinds. Raises NodeLostError at the end of the stream."""
+    async def _next(self) -> dict[str, Any]:
+        """Return the next frame. Raises NodeLostError at the end of the stream."""
         async for frame in self._frames:
-            if kinds & frame.keys():
-                return frame
+            return frame
         raise NodeLostError(f"the relay on {self.node} must exit with a status: got the end of its output")
 
 
@@ -176,16 +162,13 @@ class RelayPlace(Place):
 
 
 async def _frames(read: Callable[[], Awaitable[bytes]]) -> AsyncIterator[dict[str, Any]]:
-    """Cut into frames; any other line is `text`, e.g. of srun."""
+    """Cut into frames; any other line, e.g. of a container, is left out."""
     rest = b""
     while chunk := await read():
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
-            try:
-                frame = json.loads(line)
-            except ValueError:
-                frame = None
-            yield frame if isinstance(frame, dict) else {"text": line + b"\n"}
+            if line.startswith(b'{"'):
+                yield json.loads(line)
 
 
 def _write(frame: dict[str, Any]) -> None:

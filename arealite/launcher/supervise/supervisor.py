@@ -14,7 +14,6 @@ import time
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from arealite.api.errors import NODE_LOST, PEER_LOST, REFUSED, SERVER_FAILED, STALLED, ConfigError
 from arealite.inference.registry import Registry
@@ -126,7 +125,9 @@ class Jobs:
         await self.terminate(_GRACE_S)
         self.kill()
         if self._running:
-            await asyncio.wait(self._running, timeout=_GRACE_S)
+            _, of_silent_nodes = await asyncio.wait(self._running, timeout=_GRACE_S)
+            for run in of_silent_nodes:
+                run.cancel()
         return slots
 
     async def clean_up(self, slots: Collection[Slot]) -> None:
@@ -183,7 +184,7 @@ class Supervisor:
             run.plan.placements if run.plan.servers and run.config.server_kind.is_embedded else run.plan.trainers
         )
         self._expected = [one.name for one in publishing]  # processes with a heartbeat
-        self._ends: list[asyncio.Future[ExitReason]] = []  # the first one that is done ends the run
+        self._tasks: list[asyncio.Task[ExitReason]] = []
         loop = asyncio.get_running_loop()
         self._signal: asyncio.Future[ExitReason] = loop.create_future()  # the user's first signal
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -200,11 +201,12 @@ class Supervisor:
                 self._log(restart or f"{self._config.allocation_mode}; logs in {self._run.folder.logs}")
                 await asyncio.wait([self._signal], timeout=delay_s)
                 self._place.open(self._config, self._plan, self._log)
-                slots = await self._take_slots()
-                if slots is not None:
-                    self._start(slots, is_restart=restart is not None)
-                reason = await self._first_end()
-                if self._signal.done() and reason is self._signal.result():  # the trainer writes its last checkpoint
+                attempt = self._watch(self._attempt(is_restart=restart is not None))
+                await asyncio.wait([self._signal, attempt], return_when=asyncio.FIRST_COMPLETED)
+                reason = self.signalled or attempt.result()
+                if reason.status != 0:
+                    self._log(f"{reason.reason}: stopping everything")
+                if self._signal.done():  # the trainer writes its last checkpoint
                     await self._jobs.terminate(self._config.launcher.stop_timeout, self._slots_of_ranks)
             finally:
                 await self._stop()
@@ -229,48 +231,33 @@ class Supervisor:
         else:
             self._signal.set_result(ExitReason(128 + number, f"received {signal.Signals(number).name}"))
 
-    async def _take_slots(self) -> Mapping[Placement, Slot] | None:
-        """Return the slots of all jobs; None after a signal, or if there are none, which ends the run."""
-        taking = asyncio.create_task(self._place.take(self._plan.placements))
-        either: list[asyncio.Future[Any]] = [taking, self._signal]
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if not taking.done():
-            taking.cancel()
-            await asyncio.wait([taking], timeout=_CLEAN_UP_S)
-            return None
+    async def _attempt(self, *, is_restart: bool) -> ExitReason:
+        """Start all jobs, and wait for the first end. That of a server explains one of the trainer.
+
+        The stall watchdog runs only if there is a trainer, as servers may be idle without one.
+        """
         try:
-            return dict(zip(self._plan.placements, taking.result(), strict=True))
+            slots = dict(zip(self._plan.placements, await self._place.take(self._plan.placements), strict=True))
         except (NodeLostError, TimeoutError, ConfigError) as error:
             status = REFUSED if isinstance(error, ConfigError) else NODE_LOST
-            self._ends.append(asyncio.get_running_loop().create_future())
-            self._ends[-1].set_result(ExitReason(status, f"{type(error).__name__}: {error}"))
-            return None
-
-    def _start(self, slots: Mapping[Placement, Slot], *, is_restart: bool) -> None:
-        """Start all jobs. The stall watchdog runs only if there is a trainer, as servers may be idle without one."""
+            return ExitReason(status, f"{type(error).__name__}: {error}")
+        ends = []
         for server in self._plan.servers:
             self._registry.remove_named(server.name)  # left by a killed server of the last attempt
-            self._watch(self._serve(server, slots[server]))
+            ends.append(self._watch(self._serve(server, slots[server])))
         if self._plan.trainers:
             self._slots_of_ranks = [slots[rank] for rank in self._plan.trainers]
-            self._watch(self._train(slots, is_restart=is_restart))
-            self._watch(self._stalled())
-
-    def _watch(self, end: Coroutine[None, None, ExitReason]) -> None:
-        self._ends.append(asyncio.create_task(end))
-
-    async def _first_end(self) -> ExitReason:
-        """Wait for the first end of the run. A signal explains all others, and a server's end that of the trainer."""
-        ends = [self._signal, *self._ends]
+            ends += [self._watch(self._train(slots, is_restart=is_restart)), self._watch(self._stalled())]
         of_servers = (SERVER_FAILED, REFUSED)
         done, others = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if all(end.result().is_failure and end.result().status not in of_servers for end in done):
             done |= (await asyncio.wait(others, timeout=_SERVER_END_S))[0]
         reasons = [end.result() for end in ends if end in done]
-        first = min(reasons, key=lambda reason: (reason.is_failure, reason.status not in of_servers))
-        if first.status != 0:
-            self._log(f"{first.reason}: stopping everything")
-        return first
+        return min(reasons, key=lambda reason: (reason.is_failure, reason.status not in of_servers))
+
+    def _watch(self, end: Coroutine[None, None, ExitReason]) -> asyncio.Task[ExitReason]:
+        self._tasks.append(asyncio.create_task(end))
+        return self._tasks[-1]
 
     async def _serve(self, placement: Placement, slot: Slot) -> ExitReason:
         """Run a server and return when its end ends the run.
@@ -298,7 +285,7 @@ class Supervisor:
                 ended = f"{name} was not ready within {setup_timeout_s(self._config):g} s"
                 slot.kill()
                 with contextlib.suppress(NodeLostError, TimeoutError):  # the next start needs its slot
-                    await asyncio.wait_for(running, _CLEAN_UP_S)
+                    await asyncio.wait_for(running, self._config.launcher.node_timeout + _CLEAN_UP_S)
             except NodeLostError as error:
                 ended, status = str(error), NODE_LOST
             finally:
@@ -397,11 +384,11 @@ class Supervisor:
 
     async def _stop(self) -> None:
         """End all jobs and all watches."""
-        for end in self._ends:
-            end.cancel()
+        for task in self._tasks:
+            task.cancel()
         slots = await self._jobs.end()
-        if self._ends:
-            await asyncio.wait(self._ends, timeout=_CLEAN_UP_S)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_CLEAN_UP_S)
         await self._jobs.clean_up(slots)
         shutil.rmtree(self._run.folder.logs / "progress", ignore_errors=True)
 
