@@ -12,14 +12,13 @@ import logging
 import os
 import runpy
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from arealite.api.errors import ConfigError
 from arealite.launcher.serve.wrapper import RequireSecret, strict, wrap
 from arealite.utils.secret import secret_of_environment
 
-_VERSION_FLAG = "--weight-version"
 _MEMORY_SAVER = "torch_memory_saver"
 RAW_LOGPROBS_VARIABLE = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 IMAGE_CACHE_VARIABLE = "SGLANG_VLM_CACHE_SIZE_MB"  # of what images became, which outlives the weights that it came from
@@ -45,7 +44,6 @@ def check_flags(flags: list[str]) -> tuple[list[str], dict[str, object]]:
             prog="python -m arealite.launcher.serve.sglang_server", allow_abbrev=False
         )
         server_args.ServerArgs.add_cli_args(parser)
-        drop_unknown_version(flags, parser._option_string_actions)
         check_options(parser.parse_args(flags))
         try:
             record = server_args.prepare_server_args(list(flags))
@@ -57,13 +55,6 @@ def check_flags(flags: list[str]) -> tuple[list[str], dict[str, object]]:
                 "Correct the sglang block."
             ) from error
     return flags, {"program": "sglang", "version": version}
-
-
-def drop_unknown_version(flags: list[str], known: Collection[str]) -> None:
-    """Remove `--weight-version` and its value from `flags` for an SGLang before 0.5, which does not report versions."""
-    if _VERSION_FLAG in flags and _VERSION_FLAG not in known:
-        at = flags.index(_VERSION_FLAG)
-        del flags[at : at + 2]
 
 
 def check_options(options: argparse.Namespace) -> None:

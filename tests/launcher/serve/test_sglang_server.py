@@ -12,7 +12,7 @@ import tiny_models
 
 import arealite
 from arealite.api.errors import ConfigError
-from arealite.launcher.serve.sglang_server import check_options, drop_unknown_version, main
+from arealite.launcher.serve.sglang_server import check_options, main
 
 PYTHON = os.environ.get("AREALITE_SGLANG_PYTHON", "")
 needs_sglang = pytest.mark.skipif(
@@ -31,15 +31,6 @@ for flags in json.loads(sys.argv[1]):
     results.append({"status": status, "out": out.getvalue(), "refusals": refusals})
 print(json.dumps(results))
 """
-
-
-def test_a_version_is_given_only_to_servers_that_know_it() -> None:
-    """SGLang before 0.5 stamps none."""
-    flags = ["--port", "1", "--weight-version", "0", "--tp-size", "2"]
-    drop_unknown_version(flags, {"--port", "--tp-size", "--weight-version"})
-    assert flags[2:4] == ["--weight-version", "0"]
-    drop_unknown_version(flags, {"--port", "--tp-size"})
-    assert flags == ["--port", "1", "--tp-size", "2"]
 
 
 def options(nnodes: int, node_rank: int, address: str | None, num_devices: int) -> Namespace:
