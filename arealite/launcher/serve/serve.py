@@ -22,9 +22,9 @@ import sys
 import time
 import uuid
 from collections.abc import Sequence
+from typing import Any
 
 import aiohttp
-import psutil
 
 from arealite.api.errors import ConfigError
 from arealite.api.script import show_refusal
@@ -76,52 +76,58 @@ class Server:
     """A server from its start to its end; its output goes to our stdout."""
 
     def __init__(self, args: argparse.Namespace, address: str, registration: Registration) -> None:
-        """Start it."""
         self._args = args
         self._address = address
         self._registration = registration
         self._secret = secret_of_environment()
         self._last = b""
         self._run = JobRun()
-        self._ended = asyncio.create_task(self._end())  # resolves to its exit status
+        self._signalled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def take_signal(self) -> None:
+        """Hand the server back at the first signal, and kill it at the second."""
+        if self._signalled.done():
+            self._run.kill()
+        else:
+            self._signalled.set_result(None)
 
     def _last_line(self) -> str:
         """Return the last line it wrote, without control characters."""
         line = re.split(r"[\r\n]+", self._last.decode(errors="replace").strip())[-1]
         return _CONTROL.sub("", line)[:_SHOWN_CHARS] or "starting"
 
-    async def run(self, signals: asyncio.Queue[int]) -> int:
-        """Watch it to its end, and leave nothing behind."""
+    async def run(self) -> int:
+        """Start it, watch it to its end, and leave nothing behind."""
+        self._ended = asyncio.create_task(self._end())  # resolves to its exit status
         self._registration.keep(self._last_line)
         try:
-            status = await self._watch(signals)
-            if status == 0:
-                await self._hand_back(signals)
-            return status
+            return await self._watch()
         finally:
             self._run.kill()
             await self._ended
             await self._registration.withdraw()
 
-    async def _watch(self, signals: asyncio.Queue[int]) -> int:
+    async def _watch(self) -> int:
         """Return 0 after a signal, else the exit status that explains why the server is unusable."""
-        name, started, signalled = self._args.name, time.monotonic(), asyncio.create_task(signals.get())
+        name, started = self._args.name, time.monotonic()
         is_exposed = self._secret is not None and not is_loopback(self._args.host)
         loading = asyncio.create_task(_loaded(self._address, is_exposed=is_exposed))
-        await asyncio.wait(
-            [loading, signalled, self._ended], timeout=self._args.setup_timeout, return_when=asyncio.FIRST_COMPLETED
-        )
+        ends: list[asyncio.Future[Any]] = [self._signalled, self._ended]
+        timeout_s = self._args.setup_timeout
+        await asyncio.wait([loading, *ends], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if is_ready := loading.done():
             loading.result()
             print(f"serve: {name} is ready at {self._address} after {time.monotonic() - started:.1f} s", flush=True)
             await self._registration.note_ready()
-            await asyncio.wait([signalled, self._ended], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         loading.cancel()
-        if signalled.done():
+        if self._signalled.done():
+            if is_ready:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._hand_back(), _DRAIN_S)
             return 0
-        signalled.cancel()
         if not self._ended.done():
-            late = f"{name} was not ready within {self._args.setup_timeout:g} s"
+            late = f"{name} was not ready within {timeout_s:g} s"
             print(f"serve: {late}; it last wrote: {self._last_line()}", flush=True)
             return NOT_READY
         status = self._ended.result()
@@ -129,14 +135,21 @@ class Server:
         print(f"serve: {name} ended with {processes.describe_exit(status)}{when}", flush=True)
         return status or 1
 
-    async def _hand_back(self, signals: asyncio.Queue[int]) -> None:
-        """Give clients the tokens so far, unless a second signal comes or `_DRAIN_S` is over."""
-        leaving, again = asyncio.create_task(self._leave()), asyncio.create_task(signals.get())
-        await asyncio.wait([leaving, again], timeout=_DRAIN_S, return_when=asyncio.FIRST_COMPLETED)
-        again.cancel()
-        if leaving.done():
-            leaving.result()
-        leaving.cancel()
+    async def _hand_back(self) -> None:
+        """Give clients the tokens so far, and let the server end."""
+        await self._registration.withdraw()
+        await asyncio.sleep(_NOTICE_S)
+        if (abort := KINDS[self._args.backend].abort_call) is not None:
+            endpoint, body = abort
+            url, headers = f"http://{self._address}{endpoint}", authorization(self._secret)
+            try:
+                async with aiohttp.request("POST", url, json=body, headers=headers, timeout=_TIMEOUT) as answer:
+                    answer.raise_for_status()
+            except (aiohttp.ClientError, TimeoutError) as error:
+                what = f"{type(error).__name__}: {error}"  # its repr shows the secret
+                print(f"serve: WARNING: {endpoint} failed, requests in flight may be lost: {what}", flush=True)
+        self._run.terminate()
+        await asyncio.shield(self._ended)
 
     async def _end(self) -> int:
         host, _, port = self._address.rpartition(":")
@@ -151,40 +164,22 @@ class Server:
         sys.stdout.buffer.write(output)
         sys.stdout.buffer.flush()
 
-    async def _leave(self) -> None:
-        await self._registration.withdraw()
-        if not num_connected(self._address):
-            return
-        await asyncio.sleep(_NOTICE_S)
-        if (abort := KINDS[self._args.backend].abort_call) is not None:
-            endpoint, body = abort
-            url, headers = f"http://{self._address}{endpoint}", authorization(self._secret)
-            try:
-                async with aiohttp.request("POST", url, json=body, headers=headers, timeout=_TIMEOUT) as answer:
-                    answer.raise_for_status()
-            except (aiohttp.ClientError, TimeoutError) as error:
-                what = f"{type(error).__name__}: {error}"  # its repr shows the secret
-                print(f"serve: WARNING: {endpoint} failed, requests in flight may be lost: {what}", flush=True)
-        self._run.terminate()
-        while num_connected(self._address) and not self._ended.done():
-            await asyncio.sleep(_LOOK_S)
-
 
 async def _run(args: argparse.Namespace) -> int:
     """Register the server and run it."""
-    signals: asyncio.Queue[int] = asyncio.Queue()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number)
     with _hold(args) as holder:
         address = f"{args.host}:{port_of(holder)}"
         registration = _registration(args, address)
+        server = Server(args, address, registration)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, server.take_signal)
         try:
             await registration.publish()
         except RegistryRefusedError as error:
             raise ConfigError(f"the registry of the run must accept this server: {error}") from error
         except RegistryError:  # it is posted again, and a failure reported
             pass
-        return await Server(args, address, registration).run(signals)
+        return await server.run()
 
 
 def _hold(args: argparse.Namespace) -> socket.socket:
@@ -237,10 +232,3 @@ async def _get(address: str, path: str) -> int | None:
         async with aiohttp.request("GET", f"http://{address}{path}", timeout=_TIMEOUT) as answer:
             return answer.status
     return None
-
-
-def num_connected(address: str) -> int:
-    """Count the connections to a server of this node; nobody else can have a request in flight."""
-    port = int(address.rpartition(":")[2])
-    connections = psutil.net_connections("tcp")
-    return sum(one.laddr.port == port and one.status == psutil.CONN_ESTABLISHED for one in connections if one.laddr)

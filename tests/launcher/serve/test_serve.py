@@ -28,7 +28,7 @@ from tiny_models import build, config, tokenizer
 
 from arealite.inference.registry import ServerEntry
 from arealite.launcher.serve import serve as module
-from arealite.launcher.serve.serve import NOT_READY, REFUSED, num_connected
+from arealite.launcher.serve.serve import NOT_READY, REFUSED
 from arealite.utils.network import LOOPBACK, hold_port, host_ip, port_of
 from arealite.utils.processes import REGISTRY_VARIABLE, descendants, is_alive, kill_tree, send_signal, wait_gone
 from arealite.utils.secret import authorization
@@ -252,7 +252,6 @@ def test_a_client_that_stays_connected_does_not_hold_up_the_end(serve: Callable[
     client = HTTPConnection(address, timeout=DEADLINE_S)
     client.request("POST", "/digest", b"", authorization(SECRET))
     assert client.getresponse().read()
-    assert num_connected(address) == 1
     assert one.terminate() < 8
     client.close()
 
