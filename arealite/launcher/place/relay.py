@@ -180,58 +180,48 @@ def _write(frame: dict[str, Any]) -> None:
 
 async def _relay(toward: str | None, gpus: list[str], watchdog_s: float) -> int:
     """Run the job that stdin names."""
-    _rearm(_JOB_S)
     loop = asyncio.get_running_loop()
     lines = asyncio.StreamReader(limit=_LINE_BYTES)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
-    run = JobRun()
+    run, named = JobRun(), loop.create_future()
+    loop.add_signal_handler(signal.SIGTERM, run.terminate)
     address = host_ip(toward) if toward else host_ip()
     with hold_port(address) as holder:
         slot = {"node": socket.gethostname(), "address": address, "port": port_of(holder), "gpus": gpus}
         _write({"hello": slot | {"version": arealite.__version__}})
-        tasks = [loop.create_task(_live())]
-        try:
-            if (job := await _receive_job(lines, run)) is None:
-                return 0
-            _rearm(watchdog_s)
-            loop.add_signal_handler(signal.SIGTERM, run.terminate)
-            tasks.append(loop.create_task(_obey(lines, run, watchdog_s)))
-            status = await run.run(job, lambda data: _write({"out": base64.b64encode(data).decode()}))
-        finally:
-            for task in tasks:
-                task.cancel()
+        tasks = [loop.create_task(_live()), loop.create_task(_obey(lines, run, named, watchdog_s))]
+        if (job := await named) is None:
+            return 0
+        status = await run.run(job, lambda data: _write({"out": base64.b64encode(data).decode()}))
+        for task in tasks:
+            task.cancel()
     for pid in descendants(os.getpid()):  # if the guard was killed
         kill_tree(pid)
     _write({"exit": status})
     return 0
 
 
-async def _receive_job(lines: asyncio.StreamReader, run: JobRun) -> Job | None:
-    """Return the job; what was sent after it may come before it, because calls of an actor may overtake each other."""
-    while (line := await lines.readline()).endswith(b"\n"):
-        message = json.loads(line)
-        if "do" not in message:
-            return Job(**message)
-        if message["do"] == "terminate":
-            run.terminate()
-    return None
+async def _obey(lines: asyncio.StreamReader, run: JobRun, named: asyncio.Future[Job | None], watchdog_s: float) -> None:
+    """Take the job and commands until stdin ends, which ends the job. Calls of a Ray actor may overtake each other."""
+    _rearm(_JOB_S)
+    try:
+        while (line := await lines.readline()).endswith(b"\n"):
+            _rearm(watchdog_s)
+            message = json.loads(line)
+            if "do" not in message:
+                named.set_result(Job(**message))
+            elif message["do"] == "terminate":
+                run.terminate()
+    finally:
+        run.kill()
+        if not named.done():
+            named.set_result(None)
 
 
 def _rearm(watchdog_s: float) -> None:
     """Rearm the watchdog: the kernel kills this process unless called again within `watchdog_s` (0: never), and the
     guard then ends the job, even if we block in a write to a full pipe."""
     signal.setitimer(signal.ITIMER_REAL, watchdog_s)
-
-
-async def _obey(lines: asyncio.StreamReader, run: JobRun, watchdog_s: float) -> None:
-    """Take commands until stdin ends, which ends the job."""
-    try:
-        while (line := await lines.readline()).endswith(b"\n"):
-            _rearm(watchdog_s)
-            if json.loads(line).get("do") == "terminate":
-                run.terminate()
-    finally:
-        run.kill()
 
 
 async def _live() -> None:

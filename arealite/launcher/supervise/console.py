@@ -15,7 +15,7 @@ from arealite.api.script import FOR_LOG
 from arealite.utils.files import explain
 
 _NUM_LAST_LINES = 20
-_READER_S = 5.0  # at the end, wait as long for a reader that has stopped reading
+_READER_S = 15.0  # for the reader of the last lines
 _MAX_LINE = 1 << 16  # characters after which a line is cut
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
 _WORSE = re.compile(r"\b(WARNING|WARN|ERROR|CRITICAL|FATAL)\b|^Traceback \(most recent|^[\w.]*(Error|Exception)\b")
@@ -31,7 +31,6 @@ class Console:
             os.set_blocking(stream.fileno(), True)  # another owner of the terminal may have set O_NONBLOCK
         self._stream = stream
         self._pending: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._num_written = 0
         self._writer = threading.Thread(target=self._write, name="arealite-console", daemon=True)
         self._writer.start()
 
@@ -40,19 +39,15 @@ class Console:
         self._pending.put(f"{prefix} | {text}\n" if prefix else f"{text}\n")
 
     def close(self) -> None:
-        """Write the pending lines while the reader reads."""
+        """Write the pending lines."""
         self._pending.put(None)
-        num_written = -1
-        while self._writer.is_alive() and num_written != self._num_written:
-            num_written = self._num_written
-            self._writer.join(_READER_S)
+        self._writer.join(_READER_S)
 
     def _write(self) -> None:
         try:
             while (line := self._pending.get()) is not None:
                 self._stream.write(line)
                 self._stream.flush()
-                self._num_written += 1
         except OSError:  # the reader went away, as in `| head`: the run continues, and its logs are complete
             with contextlib.suppress(OSError):
                 self._stream.close()

@@ -19,7 +19,6 @@ from arealite.api.errors import NODE_LOST, PEER_LOST, REFUSED, SERVER_FAILED, ST
 from arealite.inference.registry import Registry
 from arealite.launcher.place.base import Job, NodeLostError, Place, Slot
 from arealite.launcher.plan.jobs import server_job, trainer_job
-from arealite.launcher.plan.layout import foreign_servers
 from arealite.launcher.plan.plan import Placement, Run, setup_timeout_s, trains
 from arealite.launcher.supervise.console import Console, Output
 from arealite.utils import trace
@@ -93,12 +92,11 @@ class Jobs:
         job = dataclasses.replace(job, env={**self._env, **job.env, **progress})
         run = asyncio.create_task(slot.run(job, feed))
         self._running[run] = slot
-        run.add_done_callback(self._running.pop)
-        try:
-            return await asyncio.shield(run)
-        finally:
-            if run.done():
-                self._closing.append(asyncio.create_task(slot.close()))
+        run.add_done_callback(self._close_slot)
+        return await asyncio.shield(run)
+
+    def _close_slot(self, run: asyncio.Task[int]) -> None:
+        self._closing.append(asyncio.create_task(self._running.pop(run).close()))
 
     def describe(self, status: int) -> str:
         """Describe how a job ended. On other nodes only Slurm and Ray know whether memory was the reason."""
@@ -119,21 +117,19 @@ class Jobs:
         for slot in self._running.values():
             slot.kill()
 
-    async def end(self) -> Collection[Slot]:
-        """End all jobs: by SIGTERM, after a grace period by SIGKILL. Return the slots they had."""
-        slots = set(self._running.values())
+    async def end(self) -> None:
+        """End all jobs: by SIGTERM, after a grace period by SIGKILL."""
         await self.terminate(_GRACE_S)
         self.kill()
         if self._running:
             _, of_silent_nodes = await asyncio.wait(self._running, timeout=_GRACE_S)
             for run in of_silent_nodes:
                 run.cancel()
-        return slots
+            await asyncio.gather(*of_silent_nodes, return_exceptions=True)
 
-    async def clean_up(self, slots: Collection[Slot]) -> None:
-        """Give these slots and those of ended jobs back, and end what a killed guard has left behind."""
-        # Each close has its own deadline.
-        await asyncio.gather(*self._closing, *(slot.close() for slot in slots), return_exceptions=True)
+    async def clean_up(self) -> None:
+        """Wait until the slots are given back, and end what a killed guard has left behind."""
+        await asyncio.gather(*self._closing, return_exceptions=True)  # each close has its own deadline
         for pid in set(descendants(os.getpid())) - self._children_before:
             kill_tree(pid)
             with contextlib.suppress(ChildProcessError):
@@ -177,7 +173,6 @@ class Supervisor:
         self._jobs = Jobs(logs, env)
         self._log = self._jobs.log
         self._slots_of_ranks: Sequence[Slot] = ()
-        self._addresses = {address: address for address in foreign_servers(run.config)}  # ready servers by name
         self._server_names = [one.name for one in run.plan.servers]
         self._are_servers_ready = asyncio.Event()
         publishing = (
@@ -307,7 +302,6 @@ class Supervisor:
             self._server_names.remove(name)
             if self._server_names or any(one.state == "ready" for one in self._registry.servers.values()):
                 self._log(f"{ended}; it is left out, as others serve")
-                self._addresses.pop(name, None)
                 if name in self._expected:
                     self._expected.remove(name)
                 await asyncio.get_running_loop().create_future()  # never ends the run
@@ -325,14 +319,15 @@ class Supervisor:
                     doing = "it has not registered yet" if entry is None else entry.detail
                     self._log(f"waiting for {name} ({now - started:.0f} s of {timeout_s:g} s): {doing}")
                 view = await self._registry.watch(view.moment, next_line - now)
-        self._addresses[name] = entry.address
         self._log(f"{name} is ready at {entry.address} after {time.monotonic() - started:.1f} s")
-        addresses = [self._addresses.get(server, "") for server in self._server_names]
-        if all(addresses):
-            self._are_servers_ready.set()
-        if not self._plan.trainers and all(addresses):
+        ready = {one.name: one.address for one in view.servers.values() if one.state == "ready"}
+        if not ready.keys() >= set(self._server_names):
+            return
+        self._are_servers_ready.set()
+        if not self._plan.trainers:
             secret = f"{SECRET_VARIABLE}=$(cat {self._run.folder.secret})"
-            self._log(f"servers only, until Ctrl-C: export {secret} {SERVER_ADDRS_VARIABLE}={','.join(addresses)}")
+            addresses = ",".join(ready[server] for server in self._server_names)
+            self._log(f"servers only, until Ctrl-C: export {secret} {SERVER_ADDRS_VARIABLE}={addresses}")
 
     async def _train(self, slots: Mapping[Placement, Slot], *, is_restart: bool) -> ExitReason:
         """Run all ranks and return the first failure that no other rank caused."""
@@ -386,10 +381,10 @@ class Supervisor:
         """End all jobs and all watches."""
         for task in self._tasks:
             task.cancel()
-        slots = await self._jobs.end()
+        await self._jobs.end()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_CLEAN_UP_S)
-        await self._jobs.clean_up(slots)
+        await self._jobs.clean_up()
         shutil.rmtree(self._run.folder.logs / "progress", ignore_errors=True)
 
     def _show_last_lines(self, output: Output, reason: str) -> None:
