@@ -56,7 +56,7 @@ ROOM_CEILINGS = {
     "chat": 483,
     "cli": 2040,
     "core": 2162,
-    "dataset": 794,
+    "dataset": 798,
     "engine": 2090,
     "generation": 903,
     "inference": 2434,
@@ -74,9 +74,9 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 27719,
+    "code of the package": 27723,
     "files of a GRPO run": 130,
-    "code of a GRPO run": 17279,
+    "code of a GRPO run": 17283,
     "import depth": 18,
     "keys of a GRPO config": 357,
     "lines of pages": 5668,

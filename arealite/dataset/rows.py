@@ -1,10 +1,12 @@
 """Rows that stay on the disk, or in memory if they come as a list, in the Arrow tables of `datasets`.
 
-Rows of Python or JSON are pickled, as Arrow's columns can't hold every value. `Rows` is a view that makes rows at
+Rows of Python are pickled and those of JSON lines stay JSON, as Arrow's columns can't hold every value. Pickles are
+kept in memory only: reading one runs code, and others may write to the cache. `Rows` is a view that makes rows at
 access: memory does not depend on the size of a data set.
 """
 
 import hashlib
+import json
 import pickle
 import re
 import tempfile
@@ -23,8 +25,8 @@ from arealite.utils.files import free_space
 Row = dict[str, Any]
 CHUNK = 1000  # rows per read
 _JSON = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
-_PICKLED = "pickled_row"
-PICKLED_ROW = datasets.Features({_PICKLED: datasets.Value("large_binary")})
+_PICKLED, JSON = "pickled_row", "json_row"
+JSON_ROW = datasets.Features({JSON: datasets.Value("large_string")})
 
 
 class Rows(Sequence[Row]):
@@ -40,8 +42,8 @@ class Rows(Sequence[Row]):
         checksum: int | None = None,
     ) -> None:
         if not isinstance(stored, datasets.Dataset):
-            pickles = [pickled(row)[_PICKLED] for row in stored]
-            stored = datasets.Dataset.from_dict({_PICKLED: pickles}, PICKLED_ROW)
+            features = datasets.Features({_PICKLED: datasets.Value("large_binary")})
+            stored = datasets.Dataset.from_dict({_PICKLED: [*map(_pickled, stored)]}, features)
         self.table, self._make, self.checksum = stored.with_format("arrow"), make, checksum
 
     def __len__(self) -> int:
@@ -62,8 +64,7 @@ class Rows(Sequence[Row]):
 
     def read(self, start: int, stop: int | None = None) -> list[Row]:
         """Return the rows from `start` up to `stop`, or one."""
-        stored = self.table[start : start + 1 if stop is None else stop].to_pylist()
-        rows = [pickle.loads(row[_PICKLED]) if _PICKLED in row else row for row in stored]
+        rows = [*map(_loaded, self.table[start : start + 1 if stop is None else stop].to_pylist())]
         return rows if self._make is None else [self._make(row) for row in rows]
 
     @property
@@ -72,10 +73,15 @@ class Rows(Sequence[Row]):
         return str(self.table._fingerprint)
 
 
-def pickled(row: Any) -> Row:
-    """Return any row as one of `PICKLED_ROW`."""
+def _loaded(stored: Row) -> Any:
+    """Return a row as it was; in a sum of sources each has the columns of all, null where they are not its own."""
+    pickle_, line = stored.pop(_PICKLED, None), stored.pop(JSON, None)
+    return pickle.loads(pickle_) if pickle_ is not None else stored if line is None else json.loads(line)
+
+
+def _pickled(row: Any) -> bytes:
     try:
-        return {_PICKLED: pickle.dumps(row)}
+        return pickle.dumps(row)
     except Exception as error:
         raise ValueError(
             f"rows must be plain data, or what pickle takes: got {row!r:.200} ({error}). Convert it."

@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl
 import datasets
 
 from arealite.api.cli_args import DatasetConfig
-from arealite.dataset.rows import PICKLED_ROW, Row, Rows, pickled, written
+from arealite.dataset.rows import JSON, JSON_ROW, Row, Rows, written
 from arealite.utils.files import FileError, file_entry, reading
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
@@ -139,19 +139,20 @@ def _read_file(path: Path) -> Rows:
                 raise FileError(f"{path} must hold a JSON list of objects: got {got}. Use .jsonl for lines.")
             return Rows(rows)
         key = file_entry(path)["sha256"]
-    return Rows(written(lambda: _json_lines(path), PICKLED_ROW, key, what=str(path)))
+    return Rows(written(lambda: _json_lines(path), JSON_ROW, key, what=str(path)))
 
 
 def _json_lines(path: Path) -> Iterator[Row]:
-    """Yield the rows of a file of JSON lines, parsed once: the run does not read the file again."""
+    """Yield the checked lines of a file: the run does not read it again."""
     with reading(path), path.open(encoding="utf-8") as file:
         lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
         number = 0
         for number, line in lines:
             try:
-                yield pickled(json.loads(line))
+                json.loads(line)
             except json.JSONDecodeError as error:
                 raise FileError(f"{path}:{number} must be one JSON object per line: {error}. Fix the line.") from error
+            yield {JSON: line}
         if number == 0:
             raise FileError(f"{path} must have rows: got none. Check the path.")
 

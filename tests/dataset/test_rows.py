@@ -54,8 +54,12 @@ def test_splits_are_the_sum_of_their_parts(
     folder, chosen, expected = tmp_path_factory.mktemp("splits"), [], []
     for part, length in enumerate(lengths):
         rows = [{"at": [part, index]} for index in range(length + 1)]
-        text = json.dumps(rows) if part % 2 else "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"part{part}.{'json' if part % 2 else 'jsonl'}").write_text(text)
+        if part % 3 == 0:
+            (folder / f"part{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        elif part % 3 == 1:
+            (folder / f"part{part}.json").write_text(json.dumps(rows))
+        else:
+            datasets.Dataset.from_list(rows).to_parquet(folder / f"part{part}.parquet")
         start = data.draw(st.integers(0, length))
         chosen.append(f"part{part}[{start}:]")
         expected += rows[start:]
