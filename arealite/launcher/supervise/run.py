@@ -17,7 +17,7 @@ import yaml
 from arealite.api.cli_args import to_yaml
 from arealite.api.config.run import declared_check, load_run_config
 from arealite.api.errors import NODE_LOST, REFUSED, ConfigError, require_linux
-from arealite.api.run_folder import OF_TRIAL
+from arealite.api.run_folder import OF_TRIAL, RunFolder
 from arealite.api.script import show_refusal
 from arealite.inference.registry import Registry
 from arealite.launcher.place.base import Place
@@ -155,6 +155,8 @@ def launch(
         )
     with contextlib.ExitStack() as held:
         try:
+            held.enter_context(file_lock(run.folder.launcher_lock, timeout_s=lock_timeout_s))
+            held.callback(_leave_no_empty, run.folder)
             if restart is None and _is_done(run):
                 print(
                     f"this run has finished: {run.folder.report}. trial_name=... starts another one, more "
@@ -162,14 +164,22 @@ def launch(
                 )
                 return 0
             if not is_checked:
-                preflight(run, is_here=place.is_here)  # before there is a folder, as it may refuse the run
-            held.enter_context(file_lock(run.folder.launcher_lock, timeout_s=lock_timeout_s))
+                preflight(run, is_here=place.is_here)
             secret = _prepare_folder(run, is_restart=restart is not None)
         except ConfigError:
             raise
         except (OSError, ValueError) as error:
             raise ConfigError(str(error)) from error
         return asyncio.run(_run(run, place, secret, restart))
+
+
+def _leave_no_empty(folder: RunFolder) -> None:
+    """Remove the folder of a refused run, and that of its experiment, if it has nothing but the lock we hold."""
+    with contextlib.suppress(OSError):
+        if os.listdir(folder.path) == [folder.launcher_lock.name]:
+            folder.launcher_lock.unlink()
+            folder.path.rmdir()
+            folder.path.parent.rmdir()
 
 
 def _is_done(run: Run) -> bool:
