@@ -60,7 +60,7 @@ ROOM_CEILINGS = {
     "engine": 2090,
     "generation": 903,
     "inference": 2434,
-    "launcher": 2656,
+    "launcher": 2663,
     "planner": 101,
     "reward": 614,
     "rollout": 2247,
@@ -74,9 +74,9 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 27723,
+    "code of the package": 27730,
     "files of a GRPO run": 130,
-    "code of a GRPO run": 17283,
+    "code of a GRPO run": 17290,
     "import depth": 18,
     "keys of a GRPO config": 357,
     "lines of pages": 5668,

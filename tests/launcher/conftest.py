@@ -56,6 +56,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200); self.end_headers()
         if self.path == "/exit": print("ERROR fake: told to exit", flush=True); os._exit(9)
+    do_POST = do_GET
     def log_message(self, *args): print("INFO fake: request", flush=True)
 exec(os.environ.get("SERVER_START", ""))
 http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()

@@ -286,7 +286,7 @@ def test_a_canary_notices_another_version(stack: contextlib.ExitStack, model_pat
     server = lite(stack)
     actor, rollout = make_actor(stack, model_path), connect(stack, server)
     publish_weights(actor, rollout, version=1)
-    server.engine.set_version("8").result(120)
+    server.engine.update_weights({}, "8", is_partial=True).result(120)
     with pytest.raises(WeightUpdateError, match=f"{server.address} says version 8"):
         check_canary(actor, rollout, version=1)
 
