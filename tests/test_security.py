@@ -11,8 +11,8 @@ HARMLESS = {"wait", "dumps"}
 
 
 def test_only_workers_of_our_own_and_those_of_ray_are_sent_pickles() -> None:
-    """What a worker of Core unpickles itself is its own error, to see whether Ray can carry it, and `Rows` unpickles rows
-    of Python that it holds in memory, never those of a file."""
+    """What a worker of Core unpickles itself is its own error, to see whether Ray can carry it, and `Rows` unpickles
+    rows of Python that it holds in memory, never those of a file."""
     using = set()
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
