@@ -145,7 +145,7 @@ def _read_file(path: Path) -> Rows:
 def _json_lines(path: Path) -> Iterator[Row]:
     """Yield the checked lines of a file: the run does not read it again."""
     with reading(path), path.open(encoding="utf-8") as file:
-        lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
+        lines = ((number, line.rstrip("\n")) for number, line in enumerate(file, start=1) if line.strip())
         number = 0
         for number, line in lines:
             try:

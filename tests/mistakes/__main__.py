@@ -34,6 +34,7 @@ def make(mistake: Mistake, folder: Path, model: Path) -> tuple[int, str]:
     folder.mkdir()
     prepare(mistake, folder, model)
     env = os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_ENDPOINT": "http://127.0.0.1:9", "COLUMNS": "160"}
+    env["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # there is one only while the cache is cold
     env["HF_HUB_OFFLINE"] = str(int(mistake.is_offline))
     if mistake.is_forked:
         status, shown = fork_check([*mistake.command[2:], *mistake.arguments], folder, TIMEOUT_S)

@@ -170,8 +170,8 @@ OF_RUNS = [
     Mistake("error in the script's loop", _LATE,
             changed("        stats.commit(step)\n", "        stats.commit(stepp)\n"), status=1, has_place=True),
     Mistake("a port in use", folder=use_port, command=("train.py",)),
-    Mistake("started without a launcher", status=1, command=("train.py", "--config", "c.yaml")),
-    Mistake("started without a launcher, typo", ("seeed=1",), status=1, command=("train.py", "--config", "c.yaml")),
+    Mistake("started without a launcher", command=("train.py", "--config", "c.yaml")),
+    Mistake("started without a launcher, typo", ("seeed=1",), command=("train.py", "--config", "c.yaml")),
 ]  # fmt: skip
 
 

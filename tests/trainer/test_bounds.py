@@ -108,7 +108,7 @@ def test_a_run_that_is_made_so_is_told_so(
             with stats.timer("update"):
                 time.sleep(updates_per_rollout * rollout_s)
             rollout.set_version(step + 1)
-            server.engine.set_version(str(step + 1)).result()
+            server.engine.update_weights({}, str(step + 1), is_partial=True).result()
             in_loop(rollout, functools.partial(rollout.servers.advance, rollout.servers.servers, step + 1))
             stats.add(rollout.metrics())
             row = stats.commit(step)
