@@ -201,10 +201,8 @@ def simulate(graph: DataFlowGraph, layout: Layout, measured: Measurement) -> dic
     for call in graph.order():
         if call.is_source:
             continue
-        (group, share), (_, share_then) = (
-            _group_and_share(layout, call.role),
-            _group_and_share(measured.layout, call.role),
-        )
+        group, share = _group_and_share(layout, call.role)
+        _, share_then = _group_and_share(measured.layout, call.role)
         begin = max([is_free_at[group.name], *(spans[name][1] for name in graph.needs[call.name] if name in spans)])
         seconds = measured.calls[call.name] * (SERIAL_SHARE + (1 - SERIAL_SHARE) * share / share_then)
         spans[call.name] = begin, begin + seconds

@@ -25,7 +25,7 @@ from arealite.utils.files import free_space
 Row = dict[str, Any]
 CHUNK = 1000  # rows per read
 _JSON = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
-_PICKLED, JSON = "pickled_row", "json_row"
+PICKLED, JSON = "pickled_row", "json_row"
 JSON_ROW = datasets.Features({JSON: datasets.Value("large_string")})
 
 
@@ -42,8 +42,8 @@ class Rows(Sequence[Row]):
         checksum: int | None = None,
     ) -> None:
         if not isinstance(stored, datasets.Dataset):
-            features = datasets.Features({_PICKLED: datasets.Value("large_binary")})
-            stored = datasets.Dataset.from_dict({_PICKLED: [*map(_pickled, stored)]}, features)
+            features = datasets.Features({PICKLED: datasets.Value("large_binary")})
+            stored = datasets.Dataset.from_dict({PICKLED: [*map(_pickled, stored)]}, features)
         self.table, self._make, self.checksum = stored.with_format("arrow"), make, checksum
 
     def __len__(self) -> int:
@@ -75,7 +75,7 @@ class Rows(Sequence[Row]):
 
 def _loaded(stored: Row) -> Any:
     """Return a row as it was; in a sum of sources each has the columns of all, null where they are not its own."""
-    pickle_, line = stored.pop(_PICKLED, None), stored.pop(JSON, None)
+    pickle_, line = stored.pop(PICKLED, None), stored.pop(JSON, None)
     return pickle.loads(pickle_) if pickle_ is not None else stored if line is None else json.loads(line)
 
 

@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl
 import datasets
 
 from arealite.api.cli_args import DatasetConfig
-from arealite.dataset.rows import JSON, JSON_ROW, Row, Rows, written
+from arealite.dataset.rows import JSON, JSON_ROW, PICKLED, Row, Rows, written
 from arealite.utils.files import FileError, file_entry, reading
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
@@ -39,7 +39,7 @@ def is_one_file(path: str) -> bool:
 def read_rows(config: DatasetConfig, split: str, seed: int) -> Rows:
     """Return the rows of a split, or of parts of it (`train[:95%]`, `train+test`), in the order of the source."""
     names = [part.partition("[")[0].strip() for part in split.split("+")]
-    splits = {name: _read_split(config, name, seed) for name in names}
+    splits = {name: _rows_of(_read_split(config, name, seed), config.path) for name in names}
     try:
         parts = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(splits[name]) for name in names})
     except (ValueError, AssertionError) as error:
@@ -51,16 +51,23 @@ def read_rows(config: DatasetConfig, split: str, seed: int) -> Rows:
     return rows
 
 
-def _read_split(config: DatasetConfig, split: str, seed: int) -> Rows:
+def _rows_of(given: datasets.Dataset | Sequence[Any], path: str) -> Rows:
+    """Refuse a table that others have made with the column of our own pickles, as to read one runs code."""
+    if isinstance(given, datasets.Dataset) and PICKLED in given.column_names:
+        raise ValueError(f"dataset {path} must have no column {PICKLED}: got one. Rename it.")
+    return Rows(given)
+
+
+def _read_split(config: DatasetConfig, split: str, seed: int) -> datasets.Dataset | Sequence[Any]:
     path, local = config.path, Path(config.path).expanduser()
     if match := _FUNCTION.fullmatch(path):
         rows = _call(match[1], match[2], match[3] or "", split, seed)
         if not isinstance(rows, Sequence | datasets.Dataset):
             got = type(rows).__name__
             raise ValueError(f"{match[1]}:{match[2]} must return a list of rows, or a Dataset: got {got}. Correct it.")
-        return Rows(rows)
+        return rows
     if match := _HUB_FILE.fullmatch(path):
-        return Rows(_load_hub(match[1], data_files=match[2], split="train"))
+        return _load_hub(match[1], data_files=match[2], split="train")
     if path in ("gsm8k", "openai/gsm8k"):
         return _read_hub("openai/gsm8k", config.config_name or "main", split)
     if local.is_dir() and (local / "data").is_dir():  # a data set of the hub that was downloaded
@@ -75,14 +82,14 @@ def _read_split(config: DatasetConfig, split: str, seed: int) -> Rows:
     raise ValueError(f"dataset path must be {ACCEPTED}: got {path!r}, which is none of them. Correct it.")
 
 
-def _read_hub(path: str, config_name: str | None, split: str) -> Rows:
+def _read_hub(path: str, config_name: str | None, split: str) -> datasets.Dataset:
     splits = _load_hub(path, config_name)
     if split not in splits:
         raise MissingSplitError(
             f"data set {path} must have the split {split}: got {', '.join(splits)}. Set train_dataset.split (or "
             "valid_dataset.split)."
         )
-    return Rows(splits[split])
+    return splits[split]
 
 
 def _load_hub(path: str, *names: Any, **options: Any) -> Any:
@@ -124,22 +131,22 @@ def _file_of_split(folder: Path, split: str) -> Path:
     return files[0]
 
 
-def _read_file(path: Path) -> Rows:
+def _read_file(path: Path) -> datasets.Dataset | Sequence[Any]:
     if path.suffix not in SUFFIXES:
         raise FileError(f"dataset file must end in {', '.join(SUFFIXES)}: got {path}. Convert it.")
     with reading(path, csv.Error):
         if path.suffix == ".parquet":
-            return Rows(datasets.Dataset.from_parquet(str(path)))
+            return datasets.Dataset.from_parquet(str(path))
         if path.suffix == ".csv":
-            return Rows(_read_csv(path))
+            return _read_csv(path)
         if path.suffix == ".json":
             rows = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(rows, list):
                 got = type(rows).__name__
                 raise FileError(f"{path} must hold a JSON list of objects: got {got}. Use .jsonl for lines.")
-            return Rows(rows)
+            return rows
         key = file_entry(path)["sha256"]
-    return Rows(written(lambda: _json_lines(path), JSON_ROW, key, what=str(path)))
+    return written(lambda: _json_lines(path), JSON_ROW, key, what=str(path))
 
 
 def _json_lines(path: Path) -> Iterator[Row]:

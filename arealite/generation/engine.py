@@ -120,10 +120,6 @@ class GenerationEngine:
         sequence.future.add_done_callback(lambda _: self._forget_cancelled(sequence))
         return sequence.future
 
-    def abort(self, rid: str | None = None) -> Future[int]:
-        """End the requests with this id, or all, and return how many; they resolve to the tokens so far."""
-        return self.call(lambda: self._abort(lambda sequence: rid is None or sequence.request.rid == rid))
-
     def pause(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> Future[None]:
         """Sample nothing until `resume`. Running requests end with the tokens so far (abort), return to the queue
         (retract), or keep their slots and cache (in_place)."""

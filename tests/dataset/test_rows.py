@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,24 @@ def test_content_names_rows_and_their_choice() -> None:
 def test_content_tells_values_apart_that_are_the_same_json() -> None:
     values = [[1], (1,), None, float("nan"), float("inf"), {1: 2}, {"1": 2}]
     assert len({Rows([{"a": value}]).content for value in values}) == len(values)
+
+
+@pytest.mark.parametrize("name", ["train.parquet", "data.py:rows"])
+def test_pickles_of_others_are_never_read(tmp_path: Path, name: str) -> None:
+    class Marks:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (tmp_path / "run").touch, ()
+
+    pickle_ = Rows([{"a": 1}]).table.to_dict()
+    (column,) = pickle_
+    datasets.Dataset.from_dict({column: [pickle.dumps(Marks())]}).to_parquet(tmp_path / "train.parquet")
+    (tmp_path / "data.py").write_text(
+        "import datasets\ndef rows(split, *, seed):\n"
+        f"    return datasets.Dataset.from_parquet({str(tmp_path / 'train.parquet')!r})\n"
+    )
+    with pytest.raises(ValueError, match=f"must have no column {column}: got one"):
+        lines_of(tmp_path / name)
+    assert not (tmp_path / "run").exists()
 
 
 def test_rows_that_can_not_be_stored_are_refused() -> None:

@@ -175,15 +175,6 @@ def test_retracted_requests_finish_as_if_nothing_had_happened(start: Start) -> N
     assert future.result(120).output_ids == expected.output_ids
 
 
-def test_abort_by_rid_ends_only_those(start: Start) -> None:
-    engine = start()
-    futures = [engine.submit(request([5], rid=rid, seed=i, max_new_tokens=200)) for i, rid in enumerate("abab")]
-    wait_for_tokens(engine, 20)
-    assert engine.abort("a").result(120) == 2
-    assert [future.result(120).finish_reason.type for future in futures] == ["abort", "length", "abort", "length"]
-    assert engine.abort("a").result(120) == 0
-
-
 def test_an_update_while_generating_stamps_spans_and_uses_no_old_cache(start: Start) -> None:
     engine = start()
     prompt = [5, 6, 7, 8]
@@ -327,7 +318,7 @@ def test_closing_answers_everyone(start: Start) -> None:
         engine.resume()
 
 
-def test_many_threads_may_submit_abort_and_update(start: Start) -> None:
+def test_many_threads_may_submit_pause_and_update(start: Start) -> None:
     engine = start(slots=4)
     weights = {name: p.detach() for name, p in build(config(), seed=0).named_parameters()}
 
@@ -338,7 +329,8 @@ def test_many_threads_may_submit_abort_and_update(start: Start) -> None:
             future = engine.submit(request([5 + number], rid=str(number), seed=i, max_new_tokens=rng.randint(1, 40)))
             match rng.randrange(6):
                 case 0:
-                    engine.abort(str(number))
+                    engine.pause("retract")
+                    engine.resume()
                 case 1:
                     engine.update_weights(weights, str(i))
                 case 2:

@@ -66,7 +66,7 @@ LITE: Endpoints = {
     "POST /update_weights_from_disk": ({"model_path": "/none"}, protocol.DiskUpdateBody.model_fields),
     **{line: ({}, _NO_BODY) for line in ("GET /health", "GET /server_info", "PUT /generate")},
 }
-_ENTRY = {"name": "x", "address": "a:1", "backend": "lite", "node": "n", "incarnation": "i"}
+_ENTRY = {"name": "x", "address": "a:1", "backend": "lite", "incarnation": "i"}
 _ENTRY |= {"state": "ready", "detail": "", "since": 1.0}
 _BOARD: Endpoints = {
     "POST /servers": (_ENTRY, _ENTRY),

@@ -224,17 +224,27 @@ def test_a_server_that_leaves_gives_its_requests_back_exactly(
     assert engine.metrics()["servers/left"] == 1
 
 
-def test_a_server_that_does_not_answer_for_long_is_removed_also_from_the_registry(
-    stack: contextlib.ExitStack, registry: RunningRegistry
-) -> None:
-    """Though it is idle; if it lives nevertheless, it registers anew."""
+@contextlib.contextmanager
+def two_servers(
+    stack: contextlib.ExitStack, registry: RunningRegistry, **config: Any
+) -> Iterator[tuple[RemoteInferenceEngine, ScriptedServer, ScriptedServer]]:
+    """Connect to two servers, of which the second dies at the end of the block, and is soon found dead."""
     alive, dead = serving(stack), ScriptedServer()
     with serve(dead):
         registry.put("server-0", alive.address)
         registry.put("server-1", dead.address)
-        engine = connect(stack, 2)
+        engine = connect(stack, 2, **config)
         health = engine._completions.health
         health.idle_s, health.health_s, health.dead_s = 0.2, 0.5, 0.2
+        yield engine, alive, dead
+
+
+def test_a_server_that_does_not_answer_for_long_is_removed_also_from_the_registry(
+    stack: contextlib.ExitStack, registry: RunningRegistry
+) -> None:
+    """Though it is idle; if it lives nevertheless, it registers anew."""
+    with two_servers(stack, registry) as (engine, alive, dead):
+        pass
     until(lambda: addresses(engine) == [alive.address] and list(registry.servers) == ["server-0"])
     with pytest.raises(RemovedError):
         registry.put("server-1", dead.address)
@@ -259,27 +269,27 @@ def test_a_server_that_shares_the_trainers_gpu_is_not_removed_from_the_registry(
     stack: contextlib.ExitStack, registry: RunningRegistry
 ) -> None:
     """It may only hang, and must be told to sleep before the trainer computes."""
-    alive, dead = serving(stack), ScriptedServer()
-    with serve(dead):
-        registry.put("server-0", alive.address)
-        registry.put("server-1", dead.address)
-        engine = connect(stack, 2, servers_sleep=True)
+    found: list[Server] = []
+    with two_servers(stack, registry, servers_sleep=True) as (engine, alive, _):
         health = engine._completions.health
-        health.idle_s, health.health_s, health.dead_s = 0.2, 0.5, 0.0
-    until(lambda: [one.address for one in engine.servers.serving] == [alive.address])
-    time.sleep(2.0)
+        on_dead = health.on_dead
+
+        def note(server: Server) -> None:
+            found.append(server)
+            on_dead(server)
+
+        health.on_dead = note
+    until(lambda: len(found) >= 3)
     assert set(registry.servers) == {"server-0", "server-1"} and len(addresses(engine)) == 2
+    assert [one.address for one in engine.servers.serving] == [alive.address]
 
 
 def test_a_server_is_removed_only_once_the_registry_can_be_asked(
     stack: contextlib.ExitStack, registry: RunningRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer's node may be cut off: with the entry unchanged, nobody would meet a living server again."""
-    alive, dead, attempts = serving(stack), ScriptedServer(), []
-    with serve(dead):
-        registry.put("server-0", alive.address)
-        registry.put("server-1", dead.address)
-        engine = connect(stack, 2)
+    attempts = []
+    with two_servers(stack, registry) as (engine, alive, _):
         assert engine._membership is not None
         client = engine._membership._registry
         remove = client.remove
@@ -291,8 +301,6 @@ def test_a_server_is_removed_only_once_the_registry_can_be_asked(
             await remove(incarnation)
 
         monkeypatch.setattr(client, "remove", cut_off_twice)
-        health = engine._completions.health
-        health.idle_s, health.health_s, health.dead_s = 0.2, 0.5, 0.2
     until(lambda: addresses(engine) == [alive.address] and list(registry.servers) == ["server-0"])
     assert attempts == [2, 2, 2], "it is a member until then"
 

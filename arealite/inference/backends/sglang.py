@@ -1,4 +1,4 @@
-"""SGLang, 0.4.9 and later. Where there are begin and end calls, an update by broadcast goes between them."""
+"""SGLang, 0.5 and later. Where there are begin and end calls, an update by broadcast goes between them."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ class SGLangBackend(Backend):
         super().__init__(pause_mode=pause_mode, accepts_mismatch=accepts_mismatch)
         self._flushes_cache = pause_mode != "in_place"  # SGLang refuses to flush what requests in flight still need
         self._max_tokens: dict[str, int] = {}  # by address: the longest prompt and completion together it accepts
-        self._takes_seeds: set[str] = set()  # addresses that sample by seed; others ignore one, before 0.5 refuse it
+        self._takes_seeds: set[str] = set()  # addresses that sample by seed; others ignore one
         self._begun: set[str] = set()  # addresses of servers in an update that `end` must finish
 
     async def _inspect(self, server: ServerConnection) -> ServerFacts:

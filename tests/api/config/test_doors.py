@@ -10,7 +10,6 @@ from arealite.api.config.model import Choice, PPOActorConfig
 
 REPOSITORY = Path(__file__).parents[3]
 PUBLIC_NAMES = {"arealite/__init__.py", "arealite/api/cli_args.py"}  # which a user of another module does not need
-HINTS = {"arealite/api/config/legacy.py"}  # what others call a key
 OLD_KEYS = {"arealite/api/config/legacy.py"}
 
 
