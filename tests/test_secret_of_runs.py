@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
-import random
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -30,6 +30,7 @@ SECRET = "the-secret-of-this-run-0123456789abcdef"
 KNOWS = (str(PACED), "arealite.launcher.place.guard", "arealite.launcher.serve", "arealite.server")
 """What is in the command lines of processes that need the secret."""
 DEADLINE_S = 900
+JUNK = itertools.cycle(REPLIES.values())
 REWARD = """
 import itertools, os
 from arealite.reward import gsm8k_reward_fn
@@ -46,7 +47,7 @@ pytestmark = pytest.mark.slow
 
 
 async def junk(_: Request) -> AsyncIterator[bytes]:
-    yield random.choice([*REPLIES.values()])
+    yield next(JUNK)
 
 
 def test_the_secret_of_a_run_never_leaves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +84,12 @@ def test_the_secret_of_a_run_never_leaves_it(tmp_path: Path, monkeypatch: pytest
                         told += 1
                     except RuntimeError as error:
                         assert SECRET not in f"{error!r} {error}"
-                if was_killed and told > 3 and "all I know" in (text := log.read_text()) and "could not be met" in text:
+                if (
+                    was_killed
+                    and told > 3
+                    and "all I know" in (text := log.read_text())
+                    and f"server {address} " in text
+                ):
                     paced.allow(experiment.folder, 2 * experiment.steps)
                 time.sleep(0.5)
     finally:
@@ -92,7 +98,7 @@ def test_the_secret_of_a_run_never_leaves_it(tmp_path: Path, monkeypatch: pytest
     assert launcher.process.returncode == 0, output
     assert "SIGKILL" in output
     logs = {path.name: path.read_text() for path in (run / "logs").iterdir()}
-    assert "all I know" in logs["trainer-0.log"] and f"{address} could not be met" in logs["trainer-0.log"]
+    assert "all I know" in logs["trainer-0.log"] and f"server {address} " in logs["trainer-0.log"]
     leaks = [path for path in experiment.folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
     assert leaks == [run / ".secret"]
     others = {command for command, knows in seen.items() if knows and not any(name in command for name in KNOWS)}

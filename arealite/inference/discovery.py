@@ -184,6 +184,7 @@ class Membership:
                 failure = error
                 dead_at = deadline_in(self._health.dead_s)
                 if isinstance(error, UnreachableError) and not await self._health.answers_by(dead_at, address):
+                    logger.warning("server %s could not be met and does not answer /health: %s", address, error)
                     await self._delete(entry)  # else it stays listed as ready, and nobody starts another
             if self._taken.get(address) is not entry:
                 return
@@ -213,5 +214,4 @@ class Membership:
         self._failures.pop(address, None)
         if self._servers.remove(address):
             self.num_left += 1
-            left = len(self._servers.serving)
-            logger.warning("server %s %s: %d with the current weights are left", address, why, left)
+            logger.warning("server %s %s: %d with current weights are left", address, why, len(self._servers.serving))

@@ -42,7 +42,7 @@ _PHASE = 5
 """Steps."""
 _MAX_CATCH_UP = 4
 """Most steps after which all servers that the trainer knows of must have the newest weights."""
-_CAME, _WENT = "has joined and gets requests", "with the current weights are left"
+_CAME, _WENT = "has joined and gets requests", "with current weights are left"
 """What the trainer says of servers that come and go."""
 
 

@@ -252,7 +252,7 @@ def test_a_server_that_does_not_answer_for_long_is_removed_also_from_the_registr
 
 
 def test_a_server_that_died_before_it_was_contacted_is_removed_also_from_the_registry(
-    stack: contextlib.ExitStack, registry: RunningRegistry
+    stack: contextlib.ExitStack, registry: RunningRegistry, caplog: pytest.LogCaptureFixture
 ) -> None:
     registry.put("server-0", serving(stack).address)
     connect(stack, 1, setup_timeout=1.0)._completions.health.dead_s = 0.5
@@ -263,6 +263,7 @@ def test_a_server_that_died_before_it_was_contacted_is_removed_also_from_the_reg
     until(lambda: list(registry.servers) == ["server-0"])
     with pytest.raises(RemovedError):
         registry.put("joined", dead.address)
+    assert f"server {dead.address} could not be met" in caplog.text
 
 
 def test_a_server_that_shares_the_trainers_gpu_is_not_removed_from_the_registry(
