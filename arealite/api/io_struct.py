@@ -179,8 +179,6 @@ class WeightTransfer:
     world_size: int = 0
     """A sender plus the GPUs of all receivers."""
     backend: Literal["nccl", "gloo"] = "gloo"
-    also_disk: bool = False
-    """Whether a broadcast has receivers that read a checkpoint instead."""
     is_partial: bool = False
     """Whether every receiver holds what is frozen, which is left out."""
     wants_fingerprints: bool = False

@@ -100,7 +100,7 @@ class WeightSender:
         self._stores: list[Store] = []  # rank 0: of groups whose sender is another rank
 
     def send(self, model: PreTrainedModel, meta: WeightUpdateMeta, dtype: torch.dtype) -> None:
-        """Gather each tensor to its owner, which sends it (collective); receivers outside get a checkpoint."""
+        """Gather each tensor to its owner, which sends it (collective)."""
         if self.update != meta.transfer.group_name:
             agreed(lambda: self._join(meta))
         error: Exception | None = None
@@ -123,8 +123,6 @@ class WeightSender:
         if meta.transfer.wants_fingerprints:
             for one in of_all_ranks(found):
                 meta.transfer.fingerprints |= one
-        if meta.transfer.also_disk:
-            publish_checkpoint(model, meta, dtype)
 
     def close(self) -> None:
         """Leave the group, and end the stores of others."""
@@ -133,14 +131,11 @@ class WeightSender:
         self.update, self._group, self._stores = "", None, []
 
     def _join(self, meta: WeightUpdateMeta) -> None:
-        """Join the group of this rank, if it sends, in place of another; rank 0 listens for those of all senders.
-
-        There is none if no server takes broadcasts.
-        """
+        """Join the group of this rank, if it sends, in place of another; rank 0 listens for those of all senders."""
         self.close()
         rank, size, timeout_s = dist.get_rank(), meta.transfer.world_size, meta.timeout_s
         place = meta.transfer.meeting_point
-        for num_before, sender in enumerate(senders_of(meta.nccl_param_specs) if size > 1 else ()):
+        for num_before, sender in enumerate(senders_of(meta.nccl_param_specs)):
             name = group_of(meta.transfer.group_name, sender)
             if rank == 0 and sender != 0:
                 self._stores.append(host_group(*place, size, name, num_before=num_before, timeout_s=timeout_s))

@@ -143,20 +143,17 @@ class WeightReceiver:
 
     async def receive(self) -> None:
         """Bring the weights in and resume the servers; requests wait for `admit` if the update holds them."""
-        update, transfer = self._update, self._update.transfer
+        update = self._update
         async with self._undone_on_failure():
             if update.way == "disk":
                 await self._update.wait_for_sender()
                 await self._gather()
-                await self._load_from_disk(update.members)
+                await self._load_from_disk()
             elif update.way == "shared":
                 await self._update.wait_for_sender()  # which hands its tensors to the server itself
             else:
                 assert self._plan is not None, "begin has made a plan"
                 await self._unless_sender_fails(self._broadcast(self._plan))
-                if transfer.also_disk:
-                    await self._update.wait_for_sender()
-                    await self._load_from_disk([one for one in update.members if one not in self._plan.servers])
             if self._stages:
                 await self._hold()
                 await trace.awaited("servers pause", self._reach(self._backend.pause, update.members))
@@ -239,14 +236,14 @@ class WeightReceiver:
 
     # Through the disk
 
-    async def _load_from_disk(self, servers: Sequence[Server]) -> None:
+    async def _load_from_disk(self) -> None:
         """Let servers read the checkpoint, then remove it."""
         path, version = self._update.meta.path, self._update.transfer.version
         assert path is not None, "an update through the disk needs a path"
         self._update.is_torn = True
         self.num_bytes += await in_thread(lambda: sum(one.stat().st_size for one in Path(path).glob("*.safetensors")))
         sent = self._holders.sent(self._update.transfer)
-        await self._verify(lambda one: self._backend.reload(one, path, version, sent), servers)
+        await self._verify(lambda one: self._backend.reload(one, path, version, sent), self._update.members)
         try:
             await in_thread(shutil.rmtree, path)
         except OSError as error:  # e.g. NFS keeps files that a server has open; all servers have the weights
@@ -257,10 +254,8 @@ class WeightReceiver:
     async def _agree(self) -> None:
         """Tell the sender the broadcast group of the update's servers: the last one, if all are still in it."""
         meta, transfer, members = self._update.meta, self._update.transfer, self._update.members
-        servers = tuple(one for one in members if one.facts.takes_broadcasts)
-        transfer.also_disk = len(servers) < len(members)
-        if transfer.also_disk and meta.path is None:
-            unable = ", ".join(one.address for one in members if one not in servers)
+        servers = tuple(members)
+        if unable := ", ".join(one.address for one in servers if not one.facts.takes_broadcasts):
             raise ConfigError(
                 f"every server must take weights by broadcast: got {unable}, which can't. Set "
                 "rollout.weight_update=disk, or start vLLM by python3 -m arealite.launcher.serve.vllm_server."
@@ -292,10 +287,8 @@ class WeightReceiver:
 
     def _may_be_partial(self, servers: Sequence[Server]) -> bool:
         """Tell whether these servers hold what the update may leave out, and their kind lets it."""
-        transfer = self._update.transfer
-        ways = {self._update.way, "disk"} if transfer.also_disk else {self._update.way}
         holders = self._holders.among(servers, self._update.meta)
-        return ways <= self._backend.takes_partial and len(holders) == len(servers) > 0
+        return self._update.way in self._backend.takes_partial and len(holders) == len(servers) > 0
 
     async def _drop_plan(self) -> None:
         """Leave the groups; a sender that waits for its peers fails as they leave."""
@@ -311,7 +304,7 @@ class WeightReceiver:
     async def _broadcast(self, plan: BroadcastPlan) -> None:
         """Let the servers join the groups and receive the buckets in send order; the last one carries the version."""
         update = self._update
-        if plan.servers and not self._has_joined:
+        if not self._has_joined:
             await self._join(plan)
         self._has_joined = True
         await self._on_all(self._backend.begin, plan.servers)
@@ -322,7 +315,7 @@ class WeightReceiver:
             version = update.transfer.version if index == len(buckets) - 1 else None
             receive = functools.partial(self._backend.receive, bucket=plan.bucket_of(specs), version=version)
             await self._on_all(receive, plan.servers)
-            self.num_bytes += sum(one.size for one in specs) if plan.servers else 0
+            self.num_bytes += sum(one.size for one in specs)
         if update.transfer.wants_fingerprints:
             await self._update.wait_for_sender()  # fingerprints are known only when the last bucket has been sent
         sent = self._holders.sent(update.transfer)

@@ -72,7 +72,7 @@ class Publication:
         meta = WeightUpdateMeta(
             "disk" if is_disk else "nccl",
             version=self._version,
-            path=str(RunFolder(config).weight_update) if is_disk or config.fileroot else None,
+            path=str(RunFolder(config).weight_update) if is_disk else None,
             nccl_param_specs=[] if is_disk else actor.get_param_specs(num_senders=num_senders),
             sender_group=actor.transfer_group,
             timeout_s=config.weight_update_timeout,

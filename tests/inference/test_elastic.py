@@ -277,25 +277,16 @@ def test_a_newcomer_that_does_not_fit_is_turned_away(
         publish_weights(actor, rollout, version=3)
 
 
-def test_servers_that_take_no_broadcast_read_a_checkpoint(
-    stack: contextlib.ExitStack, registry: RunningRegistry, model_path: str, tmp_path: Path
+def test_servers_that_take_no_broadcast_need_updates_through_the_disk(
+    stack: contextlib.ExitStack, registry: RunningRegistry, model_path: str
 ) -> None:
-    first, second = serving(stack), serving(stack)
-    (tmp_path / "runs" / "exp" / "t").mkdir(parents=True)
-    registry.put("server-0", first.address)
-    registry.put("server-1", second.address)
-    actor, rollout = start(stack, model_path, 2, fileroot=str(tmp_path / "runs"))
-    for server in rollout.servers.servers:
-        server.facts = ServerFacts(takes_broadcasts=server.address == first.address)
-    publish_weights(actor, rollout, version=1)
-    assert first.engine.version == second.engine.version == "1"
-    assert "/update_weights_from_distributed" in first.calls and "/update_weights_from_disk" not in first.calls
-    assert "/update_weights_from_disk" in second.calls and "/update_weights_from_distributed" not in second.calls
-    assert not list((tmp_path / "runs" / "exp" / "t").glob("weight_update*"))
-    for server in rollout.servers.servers:
-        server.facts = ServerFacts(takes_broadcasts=False)
-    publish_weights(actor, rollout, version=2)
-    assert first.engine.version == second.engine.version == "2"
+    server = serving(stack)
+    registry.put("server-0", server.address)
+    actor, rollout = start(stack, model_path, 1)
+    rollout.servers.servers[0].facts = ServerFacts(takes_broadcasts=False)
+    with pytest.raises(WeightUpdateError, match=f"by broadcast: got {server.address}, .* rollout.weight_update=disk"):
+        publish_weights(actor, rollout, version=1)
+    assert "/update_weights_from_disk" not in server.calls
 
 
 def test_a_server_that_fails_in_every_update_ends_the_run_after_setup_timeout(
