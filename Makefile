@@ -69,7 +69,7 @@ test-install: $(VENV)/.installed-dev            ## install the wheel outside a c
 test-benchmarks: $(VENV)/.installed-dev            ## run every benchmark except algorithms.py briefly, to check its numbers, not its speed (8 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/test_benchmarks.py $(ARGS)
 
-WRAPPERS = $(VENV)/bin/python -m pytest -q tests/cli/test_check.py
+WRAPPERS = $(VENV)/bin/python -m pytest -q
 SERVERS = PYTHONPATH=tests $(VENV)/bin/python -m servers
 
 test-secret: $(VENV)/.installed-dev            ## search logs, files, environments and command lines of a failing run for its secret (1 minute)

@@ -54,7 +54,7 @@ ROOM_CEILINGS = {
     "algorithms": 860,
     "api": 2715,
     "chat": 483,
-    "cli": 2038,
+    "cli": 1885,
     "core": 2162,
     "dataset": 802,
     "engine": 2088,
@@ -67,14 +67,14 @@ ROOM_CEILINGS = {
     "server": 530,
     "trainer": 882,
     "utils": 2053,
-    "viewer": 1165,
+    "viewer": 1097,
     "watchdog": 217,
     "weights": 190,
     "workflow": 682,
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 27720,
+    "code of the package": 27499,
     "files of a GRPO run": 130,
     "code of a GRPO run": 17282,
     "import depth": 18,

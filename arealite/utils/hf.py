@@ -53,11 +53,11 @@ def load_model(kind: Any, path: str, **options: Any) -> Any:
     try:
         with sdpa_required():
             return kind.from_pretrained(path, use_safetensors=True, trust_remote_code=False, **options)
-    except OSError as error:
-        if "safetensors" not in str(error):
+    except Exception as error:  # OSError, and SafetensorError of a file that is not whole
+        if "safetensor" not in repr(error).lower():
             raise
         raise ValueError(
-            f"{path} must hold safetensors files: got {error} Load it and save it again, if you trust it."
+            f"{path} must hold whole safetensors files: got {error}. Load it and save it again, if you trust it."
         ) from error
 
 

@@ -3,20 +3,15 @@
 Colours are names of CSS variables (`--blue`), which the page resolves for its light and dark scheme.
 """
 
-import contextlib
 import itertools
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from arealite.api.errors import LedgerError
 from arealite.api.run_metrics import score, score_name
-from arealite.rollout.account.ledger import open_for_reading
 
 Row = dict[str, Any]
 Chart = dict[str, Any]
@@ -26,11 +21,6 @@ MAX_POINTS = 2000  # of a trace: a chart is less than half as many pixels wide
 SMOOTH_FROM = 20  # points of a curve that also gets a moving mean
 PHASES = ("time/rollout_s", "time/logprobs_s", "time/update_s", "time/weights_s", "time/eval_s", "time/save_s")
 PHASE_COLOURS = ("--blue", "--green", "--orange", "--purple", "--red", "--teal")
-_MAX_SERVERS = len(PHASE_COLOURS)  # with a colour; the others share one
-_SAMPLED = """
-SELECT trained_version, server, sum(tokens), sum(num_interrupts) FROM prompts JOIN samples USING (ticket)
-WHERE state = 'trained' AND trained_version IS NOT NULL GROUP BY 1, 2 ORDER BY 1
-"""
 _WAYS = {"disk": "through the disk", "broadcast": "by broadcast"}
 
 
@@ -52,7 +42,6 @@ def charts(rows: Sequence[Row], *, staleness_bound: int | None) -> list[Chart]:
             unit="tokens",
         ),
         chart("Staleness", _staleness(rows, staleness_bound), unit="weight versions"),
-        _over_time(rows),
         chart(
             "Weight updates",
             [
@@ -185,29 +174,6 @@ def _staleness(rows: Sequence[Row], bound: int | None) -> list[Trace]:
     return traces
 
 
-def _over_time(rows: Sequence[Row]) -> Chart:
-    """Draw servers, generation and staleness over the time of the run; nothing if the servers never changed.
-
-    Servers and versions share the left axis, tokens per second have the right axis.
-    """
-    ends_s = itertools.accumulate(row.get("time/step_s") or 0.0 for row in rows)
-    timed = [row | {"step": end_s} for row, end_s in zip(rows, ends_s) if "servers/live" in row]
-    if len({row["servers/live"] for row in timed}) <= 1:
-        timed = []
-    stepped = {"width": 2, "shape": "hv"}
-    traces = [
-        *_line(timed, "servers/live", "--green", "servers", line=stepped | {"color": "--green"}),
-        *_line(timed, "staleness/max", "--orange", "staleness, max", line=stepped | {"color": "--orange"}),
-        *_line(timed, "perf/generated_tokens_per_s", "--blue", "generated tokens per second (right)", yaxis="y2"),
-    ]
-    last_s = max((row["step"] for row in timed), default=1.0)
-    axes: dict[str, Any] = {
-        "xaxis": {"title": {"text": "seconds", "standoff": 4}, "range": [0.0, last_s]},
-        "yaxis2": {"overlaying": "y", "side": "right", "rangemode": "tozero", "showgrid": False},
-    }
-    return chart("Servers, generation and staleness over time", traces, unit="servers, versions", **axes)
-
-
 def _phases(rows: Sequence[Row]) -> list[Trace]:
     """Stack the timers of each step; `other` is the rest of the step."""
     timed = [row for row in rows if row.get("time/step_s")]
@@ -248,36 +214,6 @@ def thinned(trace: Trace) -> Trace:
     if error := trace.get("error_y"):
         taken["error_y"] = error | {key: [error[key][place] for place in places] for key in ("array", "arrayminus")}
     return trace | taken
-
-
-def server_charts(ledger: Path) -> list[Chart]:
-    """Return the charts of samples and interrupts by server; the reader of prompts reports a damaged ledger."""
-    if not ledger.exists():
-        return []
-    rows: list[tuple[int, str, int | None, int | None]] = []
-    with contextlib.suppress(LedgerError), open_for_reading(ledger) as database:
-        rows = database.execute(_SAMPLED).fetchall()
-    totals, tokens, interrupts = Counter[str](), Counter[tuple[str, int]](), Counter[int]()
-    for step, server, num_tokens, num_interrupts in rows:
-        totals[server] += num_tokens or 0
-        interrupts[step] += num_interrupts or 0
-    named = [server for server, _ in totals.most_common(_MAX_SERVERS)]
-    for step, server, num_tokens, _ in rows:
-        tokens[server if server in named else "others", step] += num_tokens or 0
-    steps, charts = sorted(interrupts), list[Chart]()
-    if len(totals) > 1:
-        names = [*named, *(["others"] if len(totals) > _MAX_SERVERS else [])]
-        bars = [
-            {"type": "bar", "x": steps, "y": [tokens[name, step] for step in steps], "name": name}
-            | {"marker": {"color": colour, "line": {"width": 0}}}
-            for name, colour in zip(names, itertools.chain(PHASE_COLOURS, ["--faint"]))
-        ]
-        charts.append(chart("Sampled by server", bars, unit="tokens", barmode="stack", bargap=0))
-    if any(interrupts.values()):
-        style = {"mode": "lines" if len(steps) > 1 else "markers", "line": {"color": "--purple"}, "name": "interrupted"}
-        line = {"type": "scatter", "x": steps, "y": [interrupts[step] for step in steps], **style}
-        charts.append(chart("Interrupted generations", [line], unit="of the step's samples"))
-    return charts
 
 
 def timeline(rows: Sequence[Row], fingerprints: Mapping[int, str], way: str) -> list[Chart]:

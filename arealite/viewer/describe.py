@@ -16,7 +16,7 @@ from arealite.api.config.experiment import EXPERIMENTS
 from arealite.api.run_folder import RunFolder
 from arealite.api.run_metrics import score, summarize
 from arealite.utils.files import FileError, is_locked, read_jsonl, reading, require_object
-from arealite.viewer.charts import charts, evaluation_charts, server_charts, timeline
+from arealite.viewer.charts import charts, evaluation_charts, timeline
 from arealite.viewer.plain import readable
 
 FILES_OF_RUNS = ("metrics.jsonl", "config.yaml", "run.json")
@@ -63,19 +63,18 @@ def describe(run: RunFolder, rows: list[dict[str, Any]]) -> dict[str, Any]:
         title = f"{config.get('experiment_name', folder.parent.name)} / {config.get('trial_name', folder.name)}"
     with reading(run.metrics):
         summary = summarize(rows, max_head_offpolicyness=bound)
-        cards, table = _cards(rows, summary), list[tuple[str, ...]]()
-        shown = [*charts(rows, staleness_bound=bound), *server_charts(run.ledger)]
+        cards, shown = _cards(rows, summary), charts(rows, staleness_bound=bound)
     published = dict[int, str]()
     with contextlib.suppress(FileError), reading(run.weights_log):  # damage here must not hide the rest
         published = {row["version"]: row["fingerprint"] for row in read_jsonl(run.weights_log)}
     with reading(run.metrics):
         shown += timeline(rows, published, way)
+    table = list[tuple[str, ...]]()
     with reading(run.summary):
-        summary |= require_object(json.loads(text_of(run.summary) or "{}"))
-        cards = _cards(rows, summary)
+        stored = require_object(json.loads(text_of(run.summary) or "{}"))
         if rows and _is_evaluation(rows[-1]):
-            cards, table = _evaluation_cards(rows[-1], summary), _evaluation_table(rows[-1])
-            shown = evaluation_charts(rows[-1], summary.get("solved") or [])
+            cards, table = [], _evaluation_table(rows[-1])
+            shown = evaluation_charts(rows[-1], stored.get("solved") or [])
     if (state := state_of(run)) != "finished" and not run.summary.exists():
         lead = f"{lead} ({state}: {summary['steps']} steps so far)".strip()
     if run.trace.exists():
@@ -155,21 +154,6 @@ def _duration(seconds: float) -> str:
 def _is_evaluation(row: Mapping[str, Any]) -> bool:
     """Return whether a row of metrics is of an evaluation without training."""
     return "sampled/num_samples" in row
-
-
-def _evaluation_cards(row: Mapping[str, Any], summary: Mapping[str, Any]) -> list[Card]:
-    """Return the scores and the numbers of prompts and samples."""
-    scores = [(label.partition(",")[0], *_scored(row, name)) for name, label in _SAMPLINGS.items()]
-    cards = [(f"{label} {kind}", value, f"95 % interval {interval}") for label, kind, value, interval in scores if kind]
-    if most := max((int(key.partition("@")[2]) for key in row if _is_pass(key)), default=0):
-        value, interval = _value(row, f"sampled/pass@{most}", ".1%")
-        cards.append((f"pass@{most}", value, f"95 % interval {interval}"))
-    if solved := summary.get("solved"):
-        cards.append(("Solved by a sample", f"{sum(solved[1:]):,} of {sum(solved):,}", f"{solved[-1]:,} by all"))
-    cards.append(
-        ("Samples", f"{int(row['sampled/num_samples']):,}", f"{int(row['sampled/num_failed'])} prompts failed")
-    )
-    return cards
 
 
 def _evaluation_table(row: Mapping[str, Any]) -> list[tuple[str, ...]]:

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
-import threading
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from testing_ports import held_port
 from testing_quickstart import CHAT_TEMPLATE, WORD_PROBLEMS, make_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -66,7 +61,6 @@ def check(tmp_path, capsys, monkeypatch):
     """Return a function that checks a run and returns status and lines; `entry` is the script."""
     monkeypatch.delenv("AREAL_LLM_SERVER_ADDRS", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setenv("COLUMNS", "80")
 
     def run(
         model: Path, *overrides: str, entry: str = ENTRY, config: str = CONFIG, key: str = "actor.path"
@@ -76,8 +70,6 @@ def check(tmp_path, capsys, monkeypatch):
         arguments = ["--config", str(tmp_path / "config.yaml"), f"{key}={model}", *overrides]
         status = main(["check", str(tmp_path / "entry.py"), *arguments])
         shown = capsys.readouterr()
-        findings = shown.out.splitlines()
-        assert max(map(len, findings), default=0) <= 80
         return status, " ".join(shown.out.split()) + shown.err
 
     return run
@@ -87,14 +79,11 @@ def test_a_run_that_works(check, tiny) -> None:
     status, shown = check(tiny)
     assert status == 0 and shown.endswith("0 problems, 0 warnings")
     for line in (
-        "ok processes lite.d2+d2: 2 servers and 2 trainer ranks on the CPU",
-        "ok model Qwen3ForCausalLM: 0.115 million parameters in 2 layers, tied embeddings",
-        "ok weights all 24 tensors in 1 safetensors file",
-        "ok tokenizer 261 tokens of 261 that the model has",
-        "ok template append-only ok template turns of agents: answer, user: ok;",
+        "ok: model: Qwen3ForCausalLM: 0.115 million parameters in 2 layers, tied embeddings",
+        "ok: tokenizer: 261 tokens of 261 that the model has",
+        "ok: template: append-only.",
         "train_dataset: the first 16 prompts have",
-        "ok memory the run needs about 0.",
-        "process node device free server-0 0 CPU cores",
+        "ok: memory: the run needs about 0.",
     ):
         assert line in shown
     assert sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(tiny).parameters()) == pytest.approx(
@@ -102,64 +91,25 @@ def test_a_run_that_works(check, tiny) -> None:
     )
 
 
-def test_a_master_reads_data_and_has_workers(check, tiny) -> None:
-    entry = ENTRY.replace("rows, _ = load_datasets(config, tokenizer)", "Master(config, graph, workflow)")
-    status, shown = check(tiny, "workers.actor.ranks=3", entry=entry)
-    assert status == 0 and "lite.d2+d2: 2 servers and a master with 3 workers (actor: 3) on the CPU" in shown, shown
-    assert "train_dataset: the first 16 prompts have" in shown
-
-
 def test_adapters_are_planned_for_and_their_targets_checked(check, tiny) -> None:
     status, shown = check(tiny, "actor.lora.rank=4", "ref={}", "actor.kl_ctl=0.1")
     assert status == 0 and "parameters in 2 layers, 92.2% of them frozen, tied embeddings" in shown
-    assert "ok weights all 24 tensors in 1 safetensors file" in shown and "reference" not in shown
+    assert "reference" not in shown
     status, shown = check(tiny, "actor.lora.target_modules=[w_proj]")
     assert status == 1 and "lora.target_modules must match linear layers of Qwen3ForCausalLM" in shown
 
 
-def test_a_config_that_cannot_be_read(check, tiny, capsys) -> None:
+def test_a_config_that_cannot_be_used(check, tiny, capsys) -> None:
     status, shown = check(tiny, "sed=1")
     assert status == 2 and "ConfigError: sed must be a key of GRPOConfig" in shown
     own_class = ENTRY.replace("GRPOConfig", "MyConfig")
     assert check(tiny, "my_knob=1", entry=own_class)[0] == 0, "the script judges its own keys"
     status, shown = check(tiny, entry="def train(:")
     assert status == 2 and "the entry script must be Python: got" in shown
+    status, shown = check(tiny, "allocation_mode=lite.d2t2+d2")
+    assert status == 2 and "ConfigError: servers of lite must have p1t1" in shown
     assert main(["check", "missing.py", "--config", "missing.yaml"]) == 2
     assert "the entry script must be a file: got missing.py" in capsys.readouterr().err
-
-
-def test_processes_that_this_machine_cannot_run(check, tiny) -> None:
-    status, shown = check(tiny, "allocation_mode=lite.d2t2+d2")
-    assert status == 1 and "PROBLEM processes servers of lite must have p1t1" in shown
-    assert "ok model" in shown, "the other checks go on"
-    if not torch.cuda.is_available():
-        status, shown = check(tiny, "cluster.n_gpus_per_node=8")
-        assert status == 1 and "PROBLEM processes allocation_mode must fit the GPUs" in shown
-        assert "warning memory no GPU here" in shown and "AdamW moments" in shown
-
-
-def test_servers_alone_have_no_memory_plan(check, tiny) -> None:
-    status, shown = check(tiny, "allocation_mode=lite.d1")
-    assert status == 0 and "1 server and 0 trainer ranks" in shown and "memory" not in shown
-
-
-def test_model_files_that_are_not_whole(check, model) -> None:
-    file = model / "model.safetensors"
-    weights = load_file(file)
-    damaged = {name: tensor for name, tensor in weights.items() if name != "model.norm.weight"}
-    damaged["model.layers.1.mlp.up_proj.weight"] = damaged["model.layers.1.mlp.up_proj.weight"][:7].clone()
-    save_file(damaged, file, metadata={"format": "pt"})
-    status, shown = check(model)
-    assert status == 1 and "PROBLEM weights 2 of 24 tensors are not those of the architecture" in shown
-    assert "model.norm.weight is missing" in shown
-    assert "model.layers.1.mlp.up_proj.weight is [7, 64], not [192, 64]" in shown
-    assert check(model, "actor.init_from_scratch=true")[0] == 0
-
-    save_file(weights, file, metadata={"format": "pt"})
-    file.write_bytes(file.read_bytes()[:-100])
-    status, shown = check(model)
-    assert status == 1 and "must be a whole safetensors file" in shown and "24 of 24 tensors" in shown
-    assert check(model.parent / "nothing")[1].count("PROBLEM") >= 2
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model(check, model) -> None:
@@ -168,7 +118,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model(check, model) -> None:
     tokenizer.save_pretrained(model)
     status, shown = check(model)
     assert status == 1
-    assert "PROBLEM tokenizer the tokenizer has 262 tokens and the model embeddings for 261" in shown
+    assert "problem: tokenizer: the tokenizer has 262 tokens and the model embeddings for 261" in shown
 
 
 def write_template(model: Path, template: str | None) -> None:
@@ -179,33 +129,29 @@ def write_template(model: Path, template: str | None) -> None:
 
 
 def test_a_template_that_rewrites_turns(check, model) -> None:
-    """Of no consequence for the single turn of our workflow, and fatal for any other."""
     write_template(model, FORGETFUL + PROMPT)
     status, shown = check(model)
     assert (
-        status == 0 and "warning template not append-only: with plain answers, turn 1 changes when question 2" in shown
+        status == 0
+        and "warning: template: not append-only: with plain answers, turn 1 changes when question 2" in shown
     )
-    assert "the model saw '<|assistant|>The answ" in shown and "Fix: No matter for workflows like this run's" in shown
-    assert "ok template turns of agents: answer, user: refuses; tool cycle: refuses;" in shown
-    assert "(refuses: the template refuses such messages;" in shown
-    status, shown = check(model, entry=ENTRY.replace("RLVRWorkflow", "MyWorkflow"))
-    assert status == 1 and "PROBLEM template not append-only" in shown and "may be multi-turn" in shown
+    assert "the model saw '<|assistant|>The answ" in shown and "A multi-turn workflow of your own must keep" in shown
 
 
 def test_a_template_whose_end_is_not_the_models(check, model) -> None:
     write_template(model, CHAT_TEMPLATE.replace("<|end|>", "<|system|>"))
     status, shown = check(model)
-    assert status == 0 and "warning template it writes '<|system|>' after an answer, where the model ends" in shown
-    assert "Fix: Set eos_token_id in generation_config.json" in shown
+    assert status == 0 and "warning: template: it writes '<|system|>' after an answer, where the model ends" in shown
+    assert "Set eos_token_id in generation_config.json" in shown
     status, shown = check(model, "gconfig.stop_token_ids=[2]")
-    assert "after an answer" not in shown and "ok template append-only" in shown
+    assert "after an answer" not in shown and "ok: template: append-only" in shown
 
 
 def test_no_template(check, model) -> None:
     write_template(model, CHAT_TEMPLATE)
     (model / "chat_template.jinja").unlink()
     status, shown = check(model)
-    assert status == 0 and "warning template the tokenizer has none: prompts are plain texts" in shown
+    assert status == 0 and "warning: template: the tokenizer has none: prompts are plain texts" in shown
 
 
 @pytest.mark.parametrize(
@@ -231,13 +177,13 @@ def test_data_that_does_not_fit(check, tiny, tmp_path) -> None:
     assert f"the first 2 prompts have 8 to {tokens} tokens" in shown
     assert status == 0 and "completions are cut before gconfig.max_new_tokens" in shown, "213 + 64 > 256"
     status, shown = check(tiny, data, *batch, "lite.context=100")
-    assert status == 1 and f"PROBLEM data the longest prompt seen has {tokens} tokens, the context 100" in shown
+    assert status == 1 and f"problem: data: the longest prompt seen has {tokens} tokens, the context 100" in shown
     status, shown = check(tiny, f"train_dataset.path={tmp_path / 'none.jsonl'}")
-    assert status == 1 and "PROBLEM data dataset file must exist" in shown
+    assert status == 1 and "problem: data: dataset file must exist" in shown
     status, shown = check(
         tiny, f"train_dataset.path={tmp_path / 'none.jsonl'}", entry=ENTRY.replace("load_datasets", "mine")
     )
-    assert status == 0 and "ok data not checked: the script has data of its own" in shown
+    assert status == 0 and "ok: data: not checked: the script has data of its own" in shown
 
 
 def test_a_teacher_is_part_of_the_plan(check, tiny, tmp_path) -> None:
@@ -265,16 +211,18 @@ if __name__ == "__main__":
 """
     )
     status, shown = check(tiny, "seed=7", entry=entry)
-    assert status == 1 and "PROBLEM graph the graph must fit" in shown
+    assert status == 1 and "problem: graph: the graph must fit" in shown
     status, shown = check(tiny, entry=entry)
-    assert status == 0 and "ok graph what the script declares fits the config" in shown
+    assert status == 0 and "ok: graph: what the script declares fits the config" in shown
     of_a_class = entry.replace("check=fits", "check=Own.fits").replace(
         "def fits", "class Own:\n  @staticmethod\n  def fits"
     )
     status, shown = check(tiny, "seed=7", entry=of_a_class)
-    assert status == 1 and "PROBLEM graph the graph must fit" in shown
+    assert status == 1 and "problem: graph: the graph must fit" in shown
     status, shown = check(tiny, entry=entry.replace("check=fits", "check=lambda argv: fits(argv)"))
-    assert status == 1 and "PROBLEM graph check of launched must be a function of the script: got lambda argv" in shown
+    assert (
+        status == 1 and "problem: graph: check of launched must be a function of the script: got lambda argv" in shown
+    )
 
 
 def test_memory_that_is_not_there(check, tiny) -> None:
@@ -285,9 +233,13 @@ def test_memory_that_is_not_there(check, tiny) -> None:
         "actor.mb_spec.max_tokens_per_mb=null",
     )
     status, shown = check(tiny, *too_many)
-    assert status == 1 and "PROBLEM memory the run needs about" in shown and "most of it activations" in shown
+    assert status == 1 and "problem: memory: the run needs about" in shown and "most of it activations" in shown
     assert f"of {psutil.virtual_memory().total / 2**30:.1f} GiB" in shown
-    assert "Fix: Set actor.gradient_checkpointing=true, or lower actor.mb_spec.max_tokens_per_mb" in shown
+    assert "Set actor.gradient_checkpointing=true, or lower actor.mb_spec.max_tokens_per_mb" in shown
+    status, shown = check(tiny, "rollout.server_addrs=[127.0.0.1:1]")
+    assert status == 0 and "AdamW moments" in shown and "next weights" not in shown, "the plan has no foreign servers"
+    status, shown = check(tiny, "allocation_mode=lite.d1")
+    assert status == 0 and "memory" not in shown, "servers alone have no plan"
 
 
 def test_a_plan_for_gpus_worked_by_hand(tmp_path) -> None:
@@ -403,31 +355,6 @@ def test_a_plan_for_gpus_worked_by_hand(tmp_path) -> None:
     assert none.level == "problem" and "holds 0 of the" in none.text
 
 
-class Healthy(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(200 if self.path == "/health" else 404)
-        self.end_headers()
-
-    def log_message(self, *args: object) -> None:
-        """Stay silent."""
-
-
-def test_servers_of_someone_else(check, tiny) -> None:
-    server = HTTPServer(("127.0.0.1", 0), Healthy)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        up, down = f"127.0.0.1:{server.server_port}", f"127.0.0.1:{held_port()}"
-        status, shown = check(tiny, f"rollout.server_addrs=[{up},{down}]")
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-    assert status == 1 and f"ok server {up} is healthy" in shown
-    assert f"PROBLEM server GET http://{down}/health must reach a server" in shown
-    assert "AdamW moments" in shown and "next weights" not in shown, "the plan leaves them out"
-
-
 def test_supervised_fine_tuning(check, model) -> None:
     """Demonstrations end with the tokenizer's eos token, whatever the template says."""
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -437,64 +364,9 @@ def test_supervised_fine_tuning(check, model) -> None:
     config = "".join(line for line in config.splitlines(True) if not line.startswith(("gconfig", "lite")))
     entry = ENTRY.replace("GRPOConfig", "SFTConfig").replace("RLVRWorkflow", "train")
     status, shown = check(model, entry=entry, config=config, key="model.path")
-    assert status == 0 and "ok processes d2: 2 trainer ranks" in shown and " server" not in shown
+    assert status == 0, shown
     assert "the tokenizer's eos token '<|pad|>', where the template ends an answer with '<|end|>'" in shown
     assert "the first 16 demonstrations have" in shown
-
-
-@pytest.fixture
-def server_python(tmp_path) -> Path:
-    """An interpreter in whose environment the wrappers of both servers know two flags."""
-    program = tmp_path / "python"
-    program.write_text(
-        f"#!{sys.executable}\n"
-        "import json, sys\n"
-        "if '-c' in sys.argv:\n"  # is it installed?
-        "    sys.exit()\n"
-        "if '--check' not in sys.argv:\n"
-        "    sys.exit('it would start')\n"
-        "if '--wrong' in sys.argv:\n"
-        "    sys.exit('noise\\narealite.api.errors.ConfigError: --wrong must be known. Did you mean --right?')\n"
-        "if '--dies' in sys.argv:\n"
-        "    sys.exit('Traceback\\nImportError: no such library')\n"
-        "print('noise')\n"
-        "name = sys.argv[2].split('.')[-1].split('_')[0]\n"
-        "print(json.dumps({'program': name, 'version': '9.9'}))\n"
-    )
-    program.chmod(0o755)
-    return program
-
-
-def test_a_server_program_judges_its_flags(check, tiny, server_python) -> None:
-    there = ("allocation_mode=vllm.d1+d1", f"launcher.server_python={server_python}")
-    status, shown = check(tiny, *there, "vllm={right: 1}")
-    assert status == 0 and "ok server vllm 9.9, which understands its flags" in shown
-    status, shown = check(tiny, *there, "vllm={wrong: 1}")
-    assert status == 1 and "PROBLEM server --wrong must be known. Did you mean --right?" in shown
-    status, shown = check(tiny, *there, "vllm={dies: 1}")
-    assert status == 1 and "PROBLEM server exit status 1: ImportError: no such library Fix: Run it by hand" in shown
-    status, shown = check(tiny, "allocation_mode=sglang.d1+d1", there[1], "sglang={right: 1}")
-    assert status == 0 and "ok server sglang 9.9" in shown
-
-
-@pytest.mark.parametrize(
-    ("program", "on_a_cpu"),
-    [("vllm", "vllm={enforce_eager: true}"), ("sglang", "sglang={device: cpu, attention_backend: torch_native}")],
-)
-def test_the_real_programs(check, tiny, tmp_path, program: str, on_a_cpu: str, monkeypatch) -> None:
-    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "0")
-    python = os.environ.get(f"AREALITE_{program.upper()}_PYTHON")
-    if python is None:
-        pytest.skip(f"AREALITE_{program.upper()}_PYTHON names no interpreter with {program}")
-    there = (f"allocation_mode={program}.d1+d1", f"launcher.server_python={python}")
-    untied = make_tiny_model(tmp_path / "untied", layers=2, tie=False)
-    status, shown = check(untied, *there, on_a_cpu)
-    assert status == 0 and f"ok server {program} " in shown, shown
-    if program == "vllm":
-        status, shown = check(tiny, *there, on_a_cpu)
-        assert status == 1 and "must have an output layer of its own" in shown, shown
-    status, shown = check(tiny, *there, f"{program}={{tensor_paralel_size: 1}}")
-    assert status == 1 and "PROBLEM server" in shown and "tensor" in shown, shown
 
 
 def test_a_script_that_exits_where_it_is_imported_is_a_problem(capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,7 @@ OVERRIDES = [
     "launcher.trainer_threads=1",
     "launcher.stall_timeout=600",  # the suite holds the trainer while servers load
 ]
-CHART = "Servers, generation and staleness over time"
+CHART = "Timeline of weights and servers"
 _WAIT_S = 300.0
 """For a server to load or to be gone."""
 _PHASE = 5

@@ -179,12 +179,16 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
         read_checkpoint(str(tmp_path))
 
 
-def test_weights_that_are_pickles_are_refused(tmp_path: Path) -> None:
+def test_weights_that_are_pickles_or_cut_off_are_refused(tmp_path: Path) -> None:
     """By servers and trainers: only safetensors files run no code."""
     model = build(config(), seed=5)
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=rf"{tmp_path} must hold safetensors files: got .* Load it and save it again"):
-        load_causal_lm(str(tmp_path), dtype=torch.float32)
-    with pytest.raises(ValueError, match=rf"{tmp_path} must hold safetensors files: got .* Load it and save it again"):
+    refusal = rf"{tmp_path} must hold whole safetensors files: got .* Load it and save it again"
+    for load in (load_whole_model, lambda path: load_causal_lm(path, dtype=torch.float32)):
+        with pytest.raises(ValueError, match=refusal):
+            load(str(tmp_path))
+    model.save_pretrained(tmp_path)
+    (file := tmp_path / "model.safetensors").write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(ValueError, match=refusal):
         load_whole_model(str(tmp_path))

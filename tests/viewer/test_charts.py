@@ -1,17 +1,12 @@
-"""The charts of a run, from rows of metrics and its ledger."""
+"""The charts of a run, from rows of metrics."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arealite.api.io_struct import PromptId
-from arealite.rollout.account.ledger import Ledger
-from arealite.rollout.prompts import Prompt, SampleRecord
-from arealite.rollout.staleness import StalenessAccount
-from arealite.viewer.charts import MAX_POINTS, charts, server_charts, thinned, timeline
+from arealite.viewer.charts import MAX_POINTS, charts, thinned, timeline
 
 NUM_STEPS = 100_000
 
@@ -69,26 +64,6 @@ def test_the_mean_of_the_last_values_that_exist(values: list[float | None]) -> N
         assert y == (pytest.approx(sum(recent) / len(recent), abs=1e-9) if recent else None)
 
 
-def elastic_row(step: int, live: float, rate: float) -> dict[str, Any]:
-    return {
-        "step": step, "time/step_s": 2.0 + step, "servers/live": live, "perf/generated_tokens_per_s": rate,
-        "staleness/max": 1.0,
-    }  # fmt: skip
-
-
-def test_servers_that_come_and_go_are_shown_over_time() -> None:
-    def over_time(*live: float) -> list[dict[str, Any]]:
-        rows = [elastic_row(step, number, 100.0 * number) for step, number in enumerate(live)]
-        return [one for one in charts(rows, staleness_bound=2) if one["title"].endswith("over time")]
-
-    (chart,) = over_time(1.0, 3.0, 2.0)
-    by_name = {trace["name"]: trace for trace in chart["traces"]}
-    assert by_name["servers"]["x"] == [2.0, 5.0, 9.0] and by_name["servers"]["y"] == [1.0, 3.0, 2.0]
-    assert by_name["generated tokens per second (right)"]["y"] == [100.0, 300.0, 200.0]
-    assert [trace.get("yaxis") for trace in chart["traces"]] == [None, None, "y2"]
-    assert over_time(2.0, 2.0, 2.0) == []
-
-
 def test_metrics_of_rewards_and_workflow_are_shown() -> None:
     rows = [{"step": step, "rewards/correct": 0.5, "rewards/brief": -1.0, "workflow/turns": 2.0} for step in range(3)]
     traces = {chart["title"]: chart["traces"] for chart in charts(rows, staleness_bound=None)}
@@ -101,44 +76,6 @@ def test_metrics_of_rewards_and_workflow_are_shown() -> None:
 def test_tiny_numbers_have_an_exponent_and_no_prefix() -> None:
     (chart,) = charts([{"step": 0, "policy/mismatch_kl": 8e-14}], staleness_bound=None)
     assert chart["layout"]["yaxis"]["exponentformat"] == "e", "80f is no number"
-
-
-def write_ledger(path: Path, steps: list[list[tuple[str, int, int]]]) -> Path:
-    """Write a prompt per step with a sample per server, number of tokens and number of interrupts; and a failure."""
-    ledger = Ledger(str(path), StalenessAccount(batch_size=1, max_head_offpolicyness=9, max_concurrent=99))
-    ledger.rollback(0)
-    prompts = [Prompt(PromptId(0, index)) for index in range(len(steps) + 1)]
-    ledger.issue(prompts, cursor=None)
-    for step, (prompt, samples) in enumerate(zip(prompts, steps)):
-        ledger.start(prompt, 0)
-        records = [SampleRecord(i, tokens, 1.0, cuts, name) for i, (name, tokens, cuts) in enumerate(samples)]
-        ledger.accept(prompt, records, 1.0)
-        ledger.train([prompt], step)
-    ledger.start(prompts[-1], 0)
-    ledger.drop(prompts[-1], "failed", "server", [SampleRecord(0, 99, 1.0, 9, "a")], 1.0)
-    ledger.close()
-    return path
-
-
-def test_tokens_by_server_and_interrupts_of_each_step(tmp_path: Path) -> None:
-    path = write_ledger(tmp_path / "l", [[("a", 5, 0), ("b", 7, 1), ("a", 1, 2)], [("b", 2, 0)]])
-    servers, interrupts = server_charts(path)
-    assert [(one["name"], one["x"], one["y"]) for one in servers["traces"]] == [
-        ("b", [0, 1], [7, 2]),
-        ("a", [0, 1], [6, 0]),
-    ]
-    assert [(one["x"], one["y"]) for one in interrupts["traces"]] == [([0, 1], [3, 0])]
-    path = write_ledger(tmp_path / "many", [[(f"server-{i}", 10 + i, 0) for i in range(9)]])
-    (chart,) = server_charts(path)
-    assert [one["name"] for one in chart["traces"]] == [*(f"server-{i}" for i in range(8, 2, -1)), "others"]
-    assert chart["traces"][-1]["y"] == [10 + 11 + 12]
-
-
-def test_a_single_server_and_a_missing_or_damaged_ledger_need_no_chart(tmp_path: Path) -> None:
-    assert server_charts(write_ledger(tmp_path / "l", [[("a", 5, 0)]])) == []
-    assert server_charts(tmp_path / "nothing") == []
-    (tmp_path / "damaged").write_bytes(b"x" * 4096)
-    assert server_charts(tmp_path / "damaged") == []
 
 
 ROWS = [

@@ -6,10 +6,10 @@ import argparse
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "arealite check ENTRY.py --config FILE.yaml [key=value ...]"
     parser.description = (
-        "Check config, server program and flags, model files, tokenizer, chat template, data and memory of the run "
-        "that the launcher would start with the same arguments. Most findings name their fix."
+        "Check config, output folder, model, tokenizer, chat template, data, reward and memory of the run that the "
+        "launcher would start with the same arguments. Most findings name their fix."
     )
-    parser.epilog = "exit status: 0 no problem (warnings don't count), 1 problems, 2 the config can't be read"
+    parser.epilog = "exit status: 0 no problem (warnings don't count), 1 problems, 2 the config can't be used"
     parser.add_argument("entry", metavar="ENTRY.py", help="script with the training loop")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the launcher would get")
 

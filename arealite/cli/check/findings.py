@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Concatenate, Literal, ParamSpec, TypeVar
+from typing import Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 from rich.console import Console
-from rich.table import Column, Table
-from rich.text import Text
 
 from arealite.api.script import in_one_line
 
 Level = Literal["ok", "warning", "problem"]
-_STYLES = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "problem": ("PROBLEM", "bold white on red")}
+_STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """A result of a check, and its fix."""
 
     level: Level
@@ -33,9 +28,9 @@ class Findings:
     """The findings of all checks so far."""
 
     def __init__(self, *, is_brief: bool = False) -> None:
-        """Print everything; if `is_brief`, only warnings and problems, each as one line, on stderr."""
+        """Print everything, each finding as one line; if `is_brief`, only warnings and problems, on stderr."""
         self.is_brief = is_brief
-        self.console = Console(highlight=False, quiet=is_brief)
+        self.console = Console(highlight=False, stderr=is_brief)
         self.all: list[Finding] = []
         self._topic = "run"
 
@@ -45,8 +40,7 @@ class Findings:
         """Run a check. Any error of a model, a data set or a server is a problem of the run."""
         self._topic = topic
         try:
-            with self.console.status(f"checking the {topic}"):
-                return check(self, *args, **kwargs)
+            return check(self, *args, **kwargs)
         except (Exception, SystemExit) as error:  # a script may exit where it is imported
             self.add("problem", in_one_line(error))
         return None
@@ -54,22 +48,16 @@ class Findings:
     def add(self, level: Level, text: str, fix: str = "") -> None:
         """Print a finding of the current check, or of the run between checks."""
         self.all.append(Finding(level, text, fix))
-        if self.is_brief and level != "ok":
+        if level != "ok" or not self.is_brief:
             end = "" if text.endswith("?") else "."
             sentence = f"{level}: {self._topic}: {text.rstrip('.')}{end} {fix}"
-            print(" ".join(sentence.split()), file=sys.stderr, flush=True)
-        mark, style = _STYLES[level]
-        line = Table.grid(Column(width=len("PROBLEM")), Column(width=9), Column(overflow="fold"), padding=(0, 1))
-        line.add_row(Text(mark, style=style), Text(self._topic, style="bold"), Text(text))
-        if fix:
-            line.add_row("", "", Text(f"Fix: {fix}", style="cyan"))
-        self.console.print(line)
+            self.console.print(" ".join(sentence.split()), style=_STYLES[level], markup=False, soft_wrap=True)
 
     def summarize(self) -> bool:
         """Print the numbers of problems and warnings; return whether there are problems."""
         problems, warnings = (sum(finding.level == level for finding in self.all) for level in ("problem", "warning"))
-        total = f"\n{counted(problems, 'problem')}, {counted(warnings, 'warning')}"
-        self.console.print(Text(total, style="bold red" if problems else "bold green"))
+        if not self.is_brief:
+            self.console.print(f"{counted(problems, 'problem')}, {counted(warnings, 'warning')}", style="bold")
         return problems > 0
 
 

@@ -84,7 +84,8 @@ def check_memory(
         longest = int(min(longest_prompt + new, context_of(config, model)))
         room = [gpu.free if preflight_on is None else gpu.memory for gpu in gpus]
         plan = plan_memory(findings, config, shape, longest, gpus=room, host=node.memory, free=node.free, others=others)
-        findings.console.print("", plan)
+        if not findings.is_brief:
+            findings.console.print("", plan, "")
 
 
 def plan_memory(

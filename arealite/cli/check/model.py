@@ -7,19 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
-from arealite.agent.certificate import OUTCOMES, by_mode
 from arealite.api.cli_args import BaseExperimentConfig as Config
 from arealite.chat.certificate import Certificate, certify
 from arealite.chat.template import prompt_tokens
-from arealite.cli.check.findings import Findings, Level, counted
+from arealite.cli.check.findings import Findings, counted
 from arealite.dataset import load_datasets
 from arealite.dataset.loader import PromptLoader
 from arealite.dataset.prepare import expanded
-from arealite.engine.hf_model import build_meta_model, checkpoint_shapes, is_classifier
-from arealite.engine.lora import HEAD, add_adapters
+from arealite.engine.hf_model import build_meta_model
+from arealite.engine.lora import add_adapters
 from arealite.engine.packed_attention import pick_attention
 from arealite.inference.backends.program import ServerProgram
 from arealite.launcher.plan.layout import foreign_servers
@@ -27,10 +25,6 @@ from arealite.planner.memory import model_shape
 from arealite.utils.hf import load_hf_tokenizer, load_image_processor
 from arealite.utils.images import sees_images
 
-_KEEP_TOKENS = {
-    *("RLVRWorkflow", "VisionRLVRWorkflow", "MultiTurnWorkflow", "ToolWorkflow", "EnvWorkflow", "AgentWorkflow"),
-}
-"""Workflows that append to what was sampled, whatever the template makes of it."""
 _MAX_ROWS = 256  # read of a data set
 
 
@@ -57,33 +51,6 @@ def check_model(findings: Findings, config: Config) -> PreTrainedModel:
     return model
 
 
-def check_weights(findings: Findings, config: Config, model: PreTrainedModel) -> None:
-    """Compare the headers of the safetensors files with the architecture."""
-    key, block = config.trained
-    folder = Path(block.path)
-    if block.init_from_scratch or not folder.is_dir():
-        source = f"random ({key}.init_from_scratch)" if block.init_from_scratch else "of the hub"
-        return findings.add("ok", f"{source}; files are not looked at")
-    files = sorted(folder.glob("*.safetensors"))
-    stored: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                stored |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            findings.add("problem", f"{file} must be a whole safetensors file: got {error}", "Download it again.")
-    expected = checkpoint_shapes(model)
-    if not is_classifier(AutoConfig.from_pretrained(folder, trust_remote_code=False)):
-        expected.pop(HEAD, None)  # it starts at 0
-    wrong = [f"{name} is missing" for name in expected if name not in stored]
-    wrong += [f"{n} is {list(stored[n])}, not {list(s)}" for n, s in expected.items() if stored.get(n, s) != s]
-    if wrong:
-        text = f"{len(wrong)} of {len(expected)} tensors are not those of the architecture: {'; '.join(wrong[:3])}"
-        findings.add("problem", text, f"Save or download the model in {folder} again; what is missing is random.")
-    else:
-        findings.add("ok", f"all {len(expected)} tensors in {counted(len(files), 'safetensors file')}")
-
-
 def check_tokenizer(findings: Findings, config: Config, model: PreTrainedModel) -> Any:
     """Load the tokenizer and compare its size with the model's embeddings."""
     tokenizer = load_hf_tokenizer(config.tokenizer_path)
@@ -99,8 +66,8 @@ def check_tokenizer(findings: Findings, config: Config, model: PreTrainedModel) 
     return tokenizer
 
 
-def check_template(findings: Findings, config: Config, model: PreTrainedModel, tokenizer: Any, calls: set[str]) -> None:
-    """Report the chat-template certificate; `calls` are the names that the entry script calls."""
+def check_template(findings: Findings, config: Config, model: PreTrainedModel, tokenizer: Any) -> None:
+    """Report the chat-template certificate."""
     if tokenizer.chat_template is None:
         text = "the tokenizer has none: prompts are plain texts, without roles"
         return findings.add(
@@ -108,40 +75,23 @@ def check_template(findings: Findings, config: Config, model: PreTrainedModel, t
         )
     end_ids = _end_ids(config, model, tokenizer)
     certificate = certify(tokenizer, end_ids=end_ids)
-    workflows = {name for name in calls if name.endswith("Workflow")}
-    keeps_tokens = config.rollout is None or workflows <= _KEEP_TOKENS
     refused = f"; no {', '.join(certificate.refused)}" if certificate.refused else ""
     if certificate.breaks:
         (kind, change), *others = certificate.breaks.items()
         same = f" The same with {', '.join(other for other, _ in others)}." if others else ""
-        need = "No matter for workflows like this run's" if keeps_tokens else "This run may be multi-turn"
         findings.add(
-            "warning" if keeps_tokens else "problem",
+            "warning",
             f"not append-only: with {kind}, {change}{same}{refused}",
-            f"{need}. A multi-turn workflow must keep the sampled tokens and append only what is new to them, or use a "
-            "template that never rewrites a turn (tokenizer_path=<folder with another chat_template.jinja>).",
+            "Our workflows and single turns are not affected. A multi-turn workflow of your own must keep the sampled "
+            "tokens and append only what is new to them, or use a template that never rewrites a turn "
+            "(tokenizer_path=<folder with another chat_template.jinja>).",
         )
     else:
         findings.add("ok", f"append-only{refused}")
-    _check_turns(findings, tokenizer, is_agent="AgentWorkflow" in workflows)
     _check_end(findings, config, tokenizer, certificate, end_ids)
     for sampled, back in list(certificate.garbled.items())[:1]:
         text = f"{sampled!r} comes back from the tokenizer as {back!r}, so rewards see other text than was sampled"
         findings.add("warning", text, "Use a tokenizer that keeps every character (byte-level).")
-
-
-def _check_turns(findings: Findings, tokenizer: Any, *, is_agent: bool) -> None:
-    """Report how the bridge of agents treats conversations under this template, by thinking mode."""
-    try:
-        modes = list(by_mode(tokenizer))
-    except ImportError as error:
-        return findings.add("problem" if is_agent else "warning", f"turns are not looked at: {error}")
-    for mode, cells in modes:
-        shown = "; ".join(f"{column}: {cell}" for column, cell in cells.items())
-        seen = [f"{cell}: {meaning}" for cell, meaning in OUTCOMES.items() if cell in cells.values() and cell != "ok"]
-        meaning = f" ({'; '.join(seen)})" if seen else ""
-        level: Level = "problem" if is_agent and cells["answer, user"] == "refuses" else "ok"
-        findings.add(level, f"turns of agents{f' {mode}' if mode else ''}: {shown}{meaning}")
 
 
 def _check_end(findings: Findings, config: Config, tokenizer: Any, certificate: Certificate, end_ids: set[int]) -> None:

@@ -1,4 +1,4 @@
-"""Checks of the script: its declaration and trainer class, the reward on the first row, and the outputs."""
+"""Checks of the script: its declaration, the reward on the first row, and the outputs."""
 
 import ast
 import asyncio
@@ -13,12 +13,11 @@ from typing import Any
 
 from arealite.api.cli_args import BaseExperimentConfig as Config
 from arealite.api.config.run import declared_check, last_name
-from arealite.api.errors import ConfigError
+from arealite.api.errors import ConfigError, require
 from arealite.api.run_folder import RunFolder
 from arealite.api.script import line_of, lines_of_error, running, users_line
 from arealite.chat.template import prompt_tokens
 from arealite.cli.check.findings import Findings
-from arealite.cli.own_trainer import load_trainer
 from arealite.reward.functions import check_signature, load_rewards
 from arealite.reward.runner import checked
 from arealite.trainer.stats_logger import check_packages
@@ -47,20 +46,13 @@ def check_outputs(findings: Findings, config: Config) -> None:
     """Check that the run folder is writable and the packages of the loggers are installed."""
     folder = RunFolder(config).path.absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        why = f"{there} is {'not writable' if there.is_dir() else 'a file'}"
-        raise ConfigError(
-            f"cluster.fileroot must be a folder that can be written: got {config.cluster.fileroot}, and {why}. "
-            "Correct it."
-        )
+    require(
+        there.is_dir() and os.access(there, os.W_OK | os.X_OK),
+        f"cluster.fileroot must be a folder that can be written: got {config.cluster.fileroot}, where {there} is not. "
+        "Correct it.",
+    )
     check_packages(config.stats_logger)
     findings.add("ok", f"{folder} can be written")
-
-
-def check_trainer(findings: Findings, argv: Sequence[str]) -> None:
-    """Check that the class of `trainer.type` exists and takes the config."""
-    trainer, _ = load_trainer(argv)
-    findings.add("ok", f"{trainer.__qualname__} takes a {trainer.config_class.__name__}")
 
 
 def check_reward(
@@ -91,11 +83,6 @@ def check_reward(
             functions = [*load_rewards(named)]
         else:
             functions = [top_level[one.id] for one in given if isinstance(one, ast.Name) and one.id in top_level]
-        for one in given:
-            if isinstance(one, ast.Lambda):
-                place = f"{script}:{one.lineno}"
-                problem = f"reward_fn must be importable, because it runs in another process: got a lambda at {place}"
-                findings.add("problem", problem, "Define it at module level, or make it an `async def`.")
         prompt_ids, answer = prompt_tokens(tokenizer, [row["messages"]])[0], str(row.get("answer", ""))
         call = {
             **reward_columns(row),
