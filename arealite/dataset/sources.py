@@ -1,6 +1,5 @@
 """Sources of rows: the hub, files, or a function of the user's."""
 
-import csv
 import inspect
 import json
 import re
@@ -11,6 +10,8 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 import datasets
+import pyarrow
+from pyarrow import csv
 
 from arealite.api.cli_args import DatasetConfig
 from arealite.dataset.rows import JSON, JSON_ROW, PICKLED, Row, Rows, written
@@ -24,6 +25,7 @@ ACCEPTED = (
 _HUB_SCHEME = "hf-dataset://"
 _HUB_FILE = re.compile(rf"{_HUB_SCHEME}([^/]+/[^/]+)/(.+)")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_MAX_CSV_ROW = 2**28  # bytes
 _FUNCTION = re.compile(r"(.+\.py):(\w+)(?:\?(.*))?")
 
 
@@ -134,7 +136,7 @@ def _file_of_split(folder: Path, split: str) -> Path:
 def _read_file(path: Path) -> datasets.Dataset | Sequence[Any]:
     if path.suffix not in SUFFIXES:
         raise FileError(f"dataset file must end in {', '.join(SUFFIXES)}: got {path}. Convert it.")
-    with reading(path, csv.Error):
+    with reading(path):
         if path.suffix == ".parquet":
             return datasets.Dataset.from_parquet(str(path))
         if path.suffix == ".csv":
@@ -164,20 +166,9 @@ def _json_lines(path: Path) -> Iterator[Row]:
             raise FileError(f"{path} must have rows: got none. Check the path.")
 
 
-def _read_csv(path: Path) -> list[dict[str, str]]:
+def _read_csv(path: Path) -> datasets.Dataset:
     """Return the rows below the header; each value is the text of its cell."""
-    csv.field_size_limit(2**31 - 1)  # the default is 128 KiB
-    with open(path, encoding="utf-8-sig", newline="") as file:  # spreadsheets begin with a byte order mark
-        reader = csv.DictReader(file, strict=True)
-        names = reader.fieldnames or ()
-        if len({*names}) < len(names):
-            raise FileError(f"{path}:1 must name each column once: got {', '.join(names)}. Rename or remove one.")
-        rows = []
-        for row in reader:
-            if None in row or None in row.values():
-                raise FileError(
-                    f"{path}:{reader.line_num} must have the {len(names)} values of the header: got "
-                    f"{'more' if None in row else 'fewer'}. Quote values with commas or line breaks."
-                )
-            rows.append(row)
-    return rows
+    blocks = csv.ReadOptions(block_size=_MAX_CSV_ROW)
+    names = csv.open_csv(path, blocks).schema.names
+    texts = csv.ConvertOptions(column_types=dict.fromkeys(names, pyarrow.string()))
+    return datasets.Dataset(csv.read_csv(path, blocks, csv.ParseOptions(newlines_in_values=True), texts))

@@ -247,12 +247,9 @@ def test_files_that_are_no_questions_say_what_is_missing(tmp_path) -> None:
         "c.json": ('{"question": "?"}', "JSON list"),
         "d.jsonl": ("", "must have rows"),
         "e.tsv": ("question\tanswer\n", "must end in .jsonl, .json, .parquet, .csv"),
-        "g.csv": ("question,answer\n1,2\n3,4,5\n", "g.csv:3 must have the 2 values of the header: got more"),
-        "h.csv": ("question,answer\n1\n", "h.csv:2 must have the 2 values of the header: got fewer"),
-        "i.csv": (
-            "answer,question,answer\n1,2,3\n",
-            "i.csv:1 must name each column once: got answer, question, answer",
-        ),
+        "g.csv": ("question,answer\n1,2\n3,4,5\n", "g.csv must be .*: got ArrowInvalid: .* 2 columns, got 3: 3,4,5"),
+        "h.csv": ("question,answer\n1\n", "h.csv must be .*: got ArrowInvalid: .* 2 columns, got 1: 1"),
+        "i.csv": ("answer,question,answer\n1,2,3\n", 'i.csv must be .*: got KeyError: .*"answer" exists 2 times'),
         "f.jsonl": ("3\n", "got int in row 0"),
     }
     for name, (text, message) in bad.items():
@@ -268,8 +265,8 @@ def test_files_that_are_no_questions_say_what_is_missing(tmp_path) -> None:
         pytest.param("a.jsonl", b"[" * 100_000, "RecursionError", id="nested"),
         ("a.json", b"[", "JSONDecodeError"),
         ("a.parquet", b"PAR1", "ArrowInvalid"),
-        ("a.csv", b'question,answer\n"1,2', "Error"),
-        ("a.csv", b"question,answer\n\xff,2", "UnicodeDecodeError"),
+        ("a.csv", b'question,answer\n"1,2', "ArrowInvalid"),
+        ("a.csv", b"question,answer\n\xff,2", "ArrowInvalid"),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path, name: str, content: bytes, cause: str) -> None:
