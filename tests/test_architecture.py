@@ -50,13 +50,13 @@ MAY_IMPORT = {
 
 ROOM_CEILINGS = {
     "__init__.py": 93,
-    "agent": 1807,
+    "agent": 1667,
     "algorithms": 860,
-    "api": 2715,
+    "api": 2714,
     "chat": 483,
     "cli": 1885,
     "core": 2162,
-    "dataset": 802,
+    "dataset": 793,
     "engine": 2088,
     "generation": 901,
     "inference": 2427,
@@ -74,11 +74,11 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 27499,
+    "code of the package": 27349,
     "files of a GRPO run": 130,
-    "code of a GRPO run": 17282,
+    "code of a GRPO run": 17272,
     "import depth": 18,
-    "keys of a GRPO config": 357,
+    "keys of a GRPO config": 356,
     "lines of pages": 5669,
     "lines of README.md": 129,
 }

@@ -61,9 +61,9 @@ class Talk:
         reason = "length" if end is None else "stop"
         response = ModelResponse(prompt.ids, ids, logprobs, [version] * number, more.pop("reason", reason), "here:1")
         response.matched_stop = more.pop("matched_stop", None)
-        raw_text, message = self.bridge.parse(response, prompt, tools)
-        name = f"turn-{version}"
-        turn = Turn(name, prompt.parent, response, prompt.text, raw_text, messages, message, tools=tools, **more)
+        raw_text, message = self.bridge.read(response, prompt.text, tools, self.run.counts)
+        texts = (prompt.text, raw_text, messages, message)
+        turn = Turn(f"turn-{version}", prompt.parent, response, *texts, tools=tools, branch=prompt.branch, **more)
         self.run.add(turn)
         return turn
 

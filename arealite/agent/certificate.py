@@ -102,8 +102,9 @@ def _turn(bridge: Bridge, run: Run, messages: list[Message], tools: list[Any] | 
     ids = bridge.chat.encode(text) + ([] if end is None else [end])
     count = len(ids)
     response = ModelResponse(prompt.ids, ids, [0.0] * count, [0] * count, "length" if end is None else "stop", "")
-    raw_text, message = bridge.parse(response, prompt, tools)
-    turn = Turn(str(count), prompt.parent, response, prompt.text, raw_text, messages, message, tools=tools)
+    raw_text, message = bridge.read(response, prompt.text, tools, run.counts)
+    texts = (prompt.text, raw_text, messages, message)
+    turn = Turn(str(count), prompt.parent, response, *texts, tools=tools, branch=prompt.branch)
     run.add(turn)
     return turn
 

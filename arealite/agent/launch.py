@@ -45,11 +45,6 @@ class Endpoint:
     def base_url(self) -> str:
         return f"{self.address}/v1"
 
-    @property
-    def reward_url(self) -> str:
-        """The address for the reward of a run, to which processes post it."""
-        return f"{self.address}/s/{self.api_key}/reward"
-
     def environment(self) -> dict[str, str]:
         """Return the variables that the packages of OpenAI and Anthropic read."""
         no_proxy = ",".join(filter(None, [os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), "127.0.0.1"]))
@@ -70,13 +65,10 @@ class Agent(ABC):
 
     @abstractmethod
     async def run(self, data: dict[str, Any], endpoint: Endpoint) -> Any:
-        """Run the agent once; return its reward, or POSTED if it posts its reward."""
+        """Run the agent once; return its reward."""
 
     def close(self) -> None:  # noqa: B027
         """End all runs, and the processes and threads of the agent."""
-
-
-POSTED = object()
 
 
 def agent_of(run: Callable[..., Any] | str | Sequence[str], *, num_processes: int) -> Agent:
@@ -145,15 +137,11 @@ class ProcessAgent(Agent):
 
     async def run(self, data: dict[str, Any], endpoint: Endpoint) -> Any:
         call = {"data": data} | _fields(endpoint)
-        arguments = {
-            "env": endpoint.environment(),
-            "reward_url": endpoint.reward_url,
-            "call": {name: call[name] for name in self._names},
-        }
+        arguments = endpoint.environment(), {name: call[name] for name in self._names}
         async with self._slots:
             worker = self._pool.take()
             try:
-                await worker.acall(kwargs=arguments)
+                return await worker.acall(arguments)
             except WorkerCrashError as error:
                 raise AgentError(f"agent {self._name} must run in a healthy process: got {error}.") from error
             except CallError as error:
@@ -163,7 +151,6 @@ class ProcessAgent(Agent):
                 raise failure from None
             finally:
                 self._pool.give_back(worker)
-        return POSTED
 
     def close(self) -> None:
         self._pool.close()

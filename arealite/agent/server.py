@@ -1,15 +1,14 @@
 """The proxy: an HTTP server with its own event loop that speaks the protocols of OpenAI and Anthropic.
 
-A run has a key, sent as bearer token, `x-api-key` or in the path (`/s/<key>/v1`). Bytes that clients ignore keep the
-connection alive during long answers. Status: 400 if the request is wrong or the run is over a limit, 401 without the
-key of a run, 409 after the end of the run. No status asks the client to retry.
+A run has a key, sent as bearer token or `x-api-key`. Bytes that clients ignore keep the connection alive during long
+answers. Status: 400 if the request is wrong or the run is over a limit, 401 without the key of an open run, 409 if the
+run ends during the request. No status asks the client to retry.
 """
 
 import asyncio
 import contextlib
 import json
 import logging
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -29,12 +28,10 @@ logger = logging.getLogger("arealite.agent")
 MAX_BODY_BYTES = 64 * 2**20
 _CHAT, _MESSAGES = Chat(), Messages()
 _WIRES = {"chat/completions": _CHAT, "responses": Responses(), "messages": _MESSAGES}
-_PREFIXES = ("/v1", "/v1/v1", "/s/{key}/v1", "/s/{key}/v1/v1")  # Anthropic's package adds a second /v1
-_NUM_ENDED = 100_000  # ended runs whose late requests get 409
+_PREFIXES = ("/v1", "/v1/v1")  # Anthropic's package adds a second /v1
 _NEVER_AGAIN = {"x-should-retry": "false"}
 _CLOSE_S = 5.0
 _Handle = Callable[[web.Request, Wire], Awaitable[web.StreamResponse]]
-_LATE = "requests must come before the end of their run: got a later one. Make a client for each run, with its api_key."
 
 
 class Proxy:
@@ -46,7 +43,6 @@ class Proxy:
         """`more` handles POST requests at further paths."""
         self._heartbeat_s = heartbeat_s
         self._sessions: dict[str, tuple[Session, bool]] = {}  # session by key, and whether its samples are trained on
-        self._ended: OrderedDict[str, None] = OrderedDict()
         self._warned: set[str] = set()  # names of ignored parameters
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         for prefix in _PREFIXES:
@@ -54,7 +50,7 @@ class Proxy:
                 app.router.add_post(f"{prefix}/{path}", self._endpoint(wire, self._serve))
             app.router.add_post(f"{prefix}/messages/count_tokens", self._endpoint(_MESSAGES, self._count_tokens))
             app.router.add_get(f"{prefix}/models", self._endpoint(_CHAT, self._models))
-        for path, handle in {"/s/{key}/reward": self._reward, **(more or {})}.items():
+        for path, handle in (more or {}).items():
             app.router.add_post(path, self._endpoint(_CHAT, handle))
         self._server = HttpServer(app, None)  # each run has a key
         self.loop = EventLoopThread("arealite-proxy", what="loop of the proxy")
@@ -82,10 +78,7 @@ class Proxy:
     async def _end(self, session: Session) -> None:
         session.close()
         for key in (session.key, session.untrained_key):
-            if self._sessions.pop(key, None):
-                self._ended[key] = None
-        while len(self._ended) > _NUM_ENDED:
-            self._ended.popitem(last=False)
+            self._sessions.pop(key, None)
         ignored = {name.removeprefix("ignored/") for name in session.counts if name.startswith("ignored/")}
         if names := ", ".join(sorted(ignored - self._warned)):
             logger.warning("agents ask for %s, which changes nothing: gconfig says how completions are sampled", names)
@@ -111,21 +104,21 @@ class Proxy:
     def _session_of(self, request: web.Request) -> tuple[Session, bool]:
         """Return the run of a request, and whether its samples are trained on."""
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        # The path names the run; the headers may hold its other key.
-        keys = (bearer, request.headers.get("x-api-key", ""), request.match_info.get("key", ""))
-        if sessions := [self._sessions[key] for key in keys if key in self._sessions]:
-            return sessions[0]
-        if any(key in self._ended for key in keys):
-            raise RefusedError(_LATE, "run_ended", 409)
-        advice = "Send the api_key that the agent was given."
-        raise RefusedError(f"requests must show the key of a run: got none or another one. {advice}", "no_key", 401)
+        for key in (bearer, request.headers.get("x-api-key", "")):
+            if key in self._sessions:
+                return self._sessions[key]
+        raise RefusedError(
+            "requests must show the key of an open run: got none, another one, or that of a run that has ended. Make a "
+            "client for each run, with the api_key that its agent was given.",
+            "no_key",
+            401,
+        )
 
     async def _serve(self, request: web.Request, wire: Wire) -> web.StreamResponse:
-        session, is_trained = self._session_of(request)
+        self._session_of(request)  # refuse strangers before their body is read
         raw = await request.read()
         body = parsed(raw)
-        if not session.is_open:
-            self._session_of(request)
+        session, is_trained = self._session_of(request)  # the run may have ended meanwhile
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         delivery = session.deliver(wire, raw, body, is_retry=is_retry, is_trained=is_trained)
         try:
@@ -168,11 +161,6 @@ class Proxy:
         call = wire.parse(parsed(await request.read()), session.find)
         return web.json_response({"input_tokens": await session.count_tokens(call)})
 
-    async def _reward(self, request: web.Request, _: Wire) -> web.StreamResponse:
-        session, _is_trained = self._session_of(request)
-        session.reward = parsed(await request.read(), json.loads)["reward"]  # NaN passes: the run reports the error
-        return web.json_response({})
-
     async def _models(self, request: web.Request, _: Wire) -> web.StreamResponse:
         self._session_of(request)
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "arealite"}
@@ -181,10 +169,10 @@ class Proxy:
         return web.json_response(page | {"first_id": "policy", "last_id": "policy"})
 
 
-def parsed(raw: bytes, loads: Callable[[bytes], Any] = orjson.loads) -> dict[str, Any]:
+def parsed(raw: bytes) -> dict[str, Any]:
     """Return the JSON object of a request body. Raises RefusedError."""
     with contextlib.suppress(ValueError, RecursionError):
-        body = loads(raw)
+        body = orjson.loads(raw)
         if isinstance(body, dict):
             return body
     raise RefusedError(f"the body must be a JSON object: got {raw[:60]!r}. Correct the request.")

@@ -24,7 +24,6 @@ from arealite.api.cli_args import AgentConfig, GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ContextOverflowError
 from arealite.api.io_struct import ModelRequest, ModelResponse
-from arealite.utils.background import gathered
 
 T = TypeVar("T")
 logger = logging.getLogger("arealite.agent")
@@ -77,8 +76,6 @@ class Session:
         self.loop, self.context = asyncio.get_running_loop(), contextvars.copy_context()
         self.failure: asyncio.Future[None] = self.loop.create_future()  # fails with the engine's error
         self.is_open = True
-        self.reward: Any = None
-        """The reward that a process has posted."""
         self.num_busy = 0  # requests in progress
         self.last_seen_s = time.monotonic()  # time of the last end
         self._deliveries: defaultdict[bytes, list[Delivery]] = defaultdict(list)
@@ -127,7 +124,8 @@ class Session:
 
     async def count_tokens(self, call: Call) -> int:
         """Return the length of the prompt of a call."""
-        return await self.tokenized(self._count, call, self._parent(call))
+        prompt = await self.tokenized(self._prompt, call, self._parent(call))
+        return len(prompt.ids)
 
     def close(self) -> None:
         """End the run: later requests change nothing, undelivered turns are discarded."""
@@ -152,20 +150,13 @@ class Session:
 
     async def _answer(self, call: Call, answer_id: str, *, is_trained: bool) -> Answer:
         prompt = await self.tokenized(self._prompt, call, self._parent(call))
-        responses = await gathered(map(self._generate, self._requests(call, prompt)))
-        ids = [answer_id, *(f"{answer_id}.{index}" for index in range(1, call.n))]
-        turns = [
-            await self.tokenized(self._add, turn_id, call, prompt, response, is_trained)
-            for turn_id, response in zip(ids, responses, strict=True)
-        ]
-        tokens = []
-        if call.wants_logprobs:
-            tokens = [await self.tokenized(self._texts, response.output_tokens) for response in responses]
-        answer = self._answers[answer_id] = Answer(answer_id, int(time.time()), call, turns, tokens)
+        response = await self._generate(self._request(call, prompt))
+        turn = await self.tokenized(self._add, answer_id, call, prompt, response, is_trained)
+        answer = self._answers[answer_id] = Answer(answer_id, int(time.time()), call, turn)
         return answer
 
     def _parent(self, call: Call) -> Turn | None:
-        return None if call.parent is None else self.find(call.parent).turns[0]
+        return None if call.parent is None else self.find(call.parent).turn
 
     def _prompt(self, call: Call, parent: Turn | None) -> NextPrompt:
         try:
@@ -176,19 +167,10 @@ class Session:
             self.run.continued.add(prompt.parent)
         return prompt
 
-    def _count(self, call: Call, parent: Turn | None) -> int:
-        counters = self.run.branches, self.run.counts
-        before = [counter.copy() for counter in counters]
-        prompt = self._prompt(call, parent)
-        for counter, old in zip(counters, before, strict=True):  # the request was empty
-            counter.clear()
-            counter.update(old)
-        return len(prompt.ids)
-
-    def _requests(self, call: Call, prompt: NextPrompt) -> list[ModelRequest]:
-        """Build the engine requests within the limits of the run."""
+    def _request(self, call: Call, prompt: NextPrompt) -> ModelRequest:
+        """Build the engine's request within the limits of the run."""
         config, gconfig, counts = self.model.config, self.model.gconfig, self.counts
-        num_turns = counts["turns"] + call.n
+        num_turns = counts["turns"] + 1
         if config.max_turns is not None and num_turns > config.max_turns:
             raise self._refuse("max_turns", f"a run must have at most {config.max_turns} turns: got {num_turns}.")
         room = [gconfig.max_new_tokens, *([call.max_tokens] if call.max_tokens else [])]
@@ -199,7 +181,7 @@ class Session:
             room.append(config.max_sampled_tokens - counts["tokens"])
         counts["turns"] = num_turns
         gconfig = gconfig.new(n_samples=1, max_new_tokens=min(room), stop=call.stop or gconfig.stop)
-        return [ModelRequest(prompt.ids, gconfig, rid=self.key, seed_key=self.seed_key) for _ in range(call.n)]
+        return ModelRequest(prompt.ids, gconfig, rid=self.key, seed_key=self.seed_key)
 
     def _refuse(self, limit: str, message: str) -> RefusedError:
         self.limit = limit
@@ -227,14 +209,11 @@ class Session:
 
     def _add(self, turn_id: str, call: Call, prompt: NextPrompt, response: ModelResponse, is_trained: bool) -> Turn:
         """Add the turn of a response to the run."""
-        raw_text, message = self.model.bridge.parse(response, prompt, call.tools)
+        raw_text, message = self.model.bridge.read(response, prompt.text, call.tools, self.run.counts)
         texts = (prompt.text, raw_text, call.messages, message)
-        turn = Turn(turn_id, prompt.parent, response, *texts, is_trained=is_trained, tools=call.tools)
+        turn = Turn(turn_id, prompt.parent, response, *texts, is_trained, call.tools, prompt.branch)
         self.run.add(turn)
         return turn
-
-    def _texts(self, ids: list[int]) -> list[str]:
-        return [self.model.tokenizer.decode([token]) for token in ids]
 
     async def tokenized(self, function: Callable[..., T], *args: Any) -> T:
         """Call a function that uses the tokenizer in its thread, where turns are added and discarded."""

@@ -13,16 +13,19 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict
 
-from arealite.api.errors import TrajectoryError
+from arealite.api.errors import AgentError
 from arealite.api.io_struct import ModelResponse
 from arealite.chat.template import Message, texts_of
 from arealite.utils.tensors import concat_padded_tensors
 from arealite.workflow.trajectory import SampledTurn, row_of_turns
+
+Branch = Literal["template", "tools"]
+"""Why a prompt does not continue the turn before it: the chat template rewrites history, or the tools have changed."""
 
 
 @dataclass(eq=False)
@@ -44,6 +47,7 @@ class Turn:
     is_trained: bool = True
     tools: list[Any] | None = None
     """Tools in the client's request."""
+    branch: Branch | None = None
 
     @property
     def ids(self) -> list[int]:
@@ -70,46 +74,37 @@ class Turn:
 
 
 class Run:
-    """The turns of one run of the agent.
-
-    `branches` counts prompts that could not continue the previous turn, by reason: `edited` (the agent changed or
-    dropped messages), `template` (the chat template rewrites history), `tools` (their list changed). `counts` has the
-    bridge's findings: `malformed_calls`, `special_text`, `ambiguous_parents`.
-    """
+    """The turns of one run of the agent. `counts` has the number of `malformed_calls`."""
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
-        self.branches: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
         self.continued: set[Turn] = set()  # turns that a later request has continued
-        self._by_id: dict[str, Turn] = {}
+        self.by_id: dict[str, Turn] = {}
         self._by_digest: dict[str, list[Turn]] = defaultdict(list)  # digests of conversations with their answers
-        self._asked: set[str] = set()  # digests of the requests
-        self._openings: set[str] = set()  # digests of conversations up to their first question
 
     def add(self, turn: Turn) -> None:
         """Add a turn."""
         self.turns.append(turn)
-        self._by_id[turn.id] = turn
-        *asked, whole = digests(turn.conversation)
-        self._by_digest[whole].append(turn)
-        self._asked.add(asked[-1])
-        self._openings |= {asked[index] for index in _first_question(turn.messages)}
+        self.by_id[turn.id] = turn
+        self._by_digest[list(digests(turn.conversation))[-1]].append(turn)
 
-    def discard(self, answer_id: str) -> None:
-        """Remove the turns of an undelivered answer: they are neither trained on nor parents.
+    def discard(self, id: str) -> None:
+        """Remove the turn of an undelivered answer: it is neither trained on nor a parent.
 
         A turn that was continued was read, even if its client seemed to have left.
         """
-        turns = [turn for turn in self.turns if turn.id.partition(".")[0] == answer_id]
-        for turn in [] if self.continued.intersection(turns) else turns:
+        turn = self.by_id.get(id)
+        if turn is not None and turn not in self.continued:
             turn.is_trained = False
             self.turns.remove(turn)
-            del self._by_id[turn.id]
+            del self.by_id[id]
             self._by_digest[list(digests(turn.conversation))[-1]].remove(turn)
 
-    def by_id(self, id: str) -> Turn | None:
-        return self._by_id.get(id)
+    @property
+    def branches(self) -> Counter[str]:
+        """The number of turns that could not continue the turn before them, by reason."""
+        return Counter(turn.branch for turn in self.turns if turn.branch is not None)
 
     def parent_of(self, messages: Sequence[Message]) -> Turn | None:
         """Return the turn that a conversation continues: its longest prefix, the newest among equals.
@@ -121,22 +116,8 @@ class Run:
             if equal:
                 ids = _call_ids(messages[length - 1])
                 candidates = [turn for turn in equal if ids and _call_ids(turn.message) == ids] or equal
-                self.counts["ambiguous_parents"] += len(candidates) > 1
                 return candidates[-1]
         return None
-
-    def is_known(self, messages: Sequence[Message]) -> bool:
-        """Return whether the same request came before: another sample of the same turn."""
-        return list(digests(messages))[-1] in self._asked
-
-    def is_edited(self, messages: Sequence[Message], parent: Turn | None) -> bool:
-        """Return whether messages after the parent's hold answers of this run, or start like another conversation."""
-        num_known = len(parent.conversation) if parent else 0
-        answers = {_key(turn.message) for turn in self.turns}
-        if any(message["role"] == "assistant" and _key(message) in answers for message in messages[num_known:]):
-            return True
-        whole = list(digests(messages))
-        return parent is None and any(whole[index] in self._openings for index in _first_question(messages))
 
     def rows(
         self, reward: float, turn_rewards: Mapping[str, float], *, turn_discount: float = 1.0, sample_index: int = 0
@@ -146,12 +127,8 @@ class Run:
         Summing `turn_rewards [b, S]` from a turn on gives the turn's return: its own reward (by id) plus
         `turn_discount` times the return of the next turn, averaged if several follow. Without rewards of turns the
         leaves earn `reward`. Turns that are not trained on and lead to no such turn are left out.
-        Raises TrajectoryError if no sampled token can be trained on, or for an unknown turn id.
+        Raises AgentError if no sampled token can be trained on.
         """
-        if unknown := turn_rewards.keys() - self._by_id.keys():
-            raise TrajectoryError(
-                f"rewards of turns must name responses of their run: got {sorted(unknown)}. Use the response's id."
-            )
         live = self._live()
         leaves = sorted(live - {turn.parent for turn in live}, key=lambda turn: turn.ids)
         trained: set[Turn] = set()
@@ -165,9 +142,9 @@ class Run:
             rows.append(row_of_turns(turns, reward, has_turn_rewards=True))
             trained.update(path)
         if not rows:
-            raise TrajectoryError(
-                f"a run must sample something to train on: got {len(self.turns)} turns, none of them trained. Let the "
-                "agent call the model with the key of its run, or return None to reject the run."
+            raise AgentError(
+                f"an agent must ask the model and get an answer to train on: got {len(self.turns)} turns, none of them "
+                "trained. Let it ask with the api_key of its run, or return None to reject the run."
             )
         run = concat_padded_tensors(rows)
         run["sample_index"] = torch.full((len(rows),), sample_index)
@@ -224,11 +201,6 @@ def _key(message: Message) -> str:
     if calls:  # clients may write 1.0 as 1, and integers above 53 bits as floats
         calls = json.loads(json.dumps(calls, default=str), parse_int=float)
     return json.dumps([message["role"], "".join(texts_of(message)), others, calls], sort_keys=True, default=str)
-
-
-def _first_question(messages: Sequence[Message]) -> Iterator[int]:
-    """Yield the index of the first message after the system's, if any."""
-    yield from [index for index, message in enumerate(messages) if message["role"] not in ("system", "developer")][:1]
 
 
 def _same_thoughts(turn: Turn, message: Message) -> bool:

@@ -15,27 +15,24 @@ are the paths of that tree: each sampled token is trained on in exactly one row.
 
 import asyncio
 import math
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from tensordict import TensorDict
 
 from arealite.agent.bridge import Bridge
-from arealite.agent.launch import POSTED, Endpoint, agent_of
+from arealite.agent.launch import Endpoint, agent_of
 from arealite.agent.server import Proxy
 from arealite.agent.session import Model, Session
-from arealite.agent.turns import Run, Turn
+from arealite.agent.turns import Branch, Run, Turn
 from arealite.api.cli_args import AgentConfig, GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import AgentError
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.utils.background import DaemonThreads, gathered, in_thread
+from arealite.utils.background import DaemonThreads, gathered
 from arealite.utils.tensors import concat_padded_tensors
-
-_BRANCHES = ("edited", "template", "tools")
 
 
 class AgentWorkflow(RolloutWorkflow):
@@ -65,12 +62,11 @@ class AgentWorkflow(RolloutWorkflow):
         self._agent = agent_of(run, num_processes=num_processes)
         self._model = model_of(gconfig, tokenizer, self.config, enable_thinking=enable_thinking)
         self._proxy: Proxy | None = None
-        self._opening = threading.Lock()
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict | None:
         """Run the agent on one row, once per sample of the group."""
         if self._proxy is None:
-            await in_thread(self._open)
+            self._proxy = Proxy(heartbeat_s=self.config.heartbeat_s)  # takes a moment, once
         rows = await gathered(self._run(engine, data, sample) for sample in range(self.gconfig.n_samples))
         accepted = [row for row in rows if row is not None]
         return concat_padded_tensors(accepted) if len(accepted) == len(rows) else None
@@ -81,12 +77,6 @@ class AgentWorkflow(RolloutWorkflow):
         if self._proxy is not None:
             self._proxy.close()
         self._model.tokenizing.shutdown()
-
-    def _open(self) -> None:
-        """Start the proxy once; its loop and port take a moment."""
-        with self._opening:
-            if self._proxy is None:
-                self._proxy = Proxy(heartbeat_s=self.config.heartbeat_s)
 
     async def _run(self, engine: InferenceEngine, data: dict[str, Any], sample: int) -> TensorDict | None:
         """Return the rows of one run, or None if its reward rejects it."""
@@ -111,7 +101,7 @@ class AgentWorkflow(RolloutWorkflow):
             await asyncio.wait({agent, session.failure}, return_when=asyncio.FIRST_COMPLETED)
             if session.failure.done():
                 session.failure.result()
-            returned = agent.result()
+            return agent.result()
         except Exception:
             if session.limit is None or session.failure.done():
                 raise
@@ -119,34 +109,30 @@ class AgentWorkflow(RolloutWorkflow):
         finally:
             agent.cancel()
             await asyncio.wait({agent})  # until its processes are gone
-        return session.reward if returned is POSTED else returned
 
 
 def model_of(
     gconfig: GenerationHyperparameters, tokenizer: Any, config: AgentConfig, *, enable_thinking: bool
 ) -> Model:
     """Return the shared state of all runs, with a thread for the tokenizer."""
-    bridge = Bridge(
-        tokenizer, history=config.history, special_text=config.special_text, enable_thinking=enable_thinking
-    )
+    bridge = Bridge(tokenizer, history=config.history, enable_thinking=enable_thinking)
     return Model(bridge, tokenizer, gconfig, config, DaemonThreads(1, "agent-tokenizer"))
 
 
 def rows_of(session: Session, reward: Any, sample: int, turn_discount: float) -> TensorDict:
-    """Return the rows of an ended run (in the tokenizer's thread). Raises AgentError, TrajectoryError."""
+    """Return the rows of an ended run (in the tokenizer's thread). Raises AgentError or TrajectoryError."""
     run, counts = session.run, session.counts
     total, by_turn = as_rewards(reward, run)
     _choose_roots(run, session.model.config.train_roots)
-    if not any(turn.is_trained for turn in run.turns):
-        raise AgentError(f"an agent must ask the model and get an answer: got {counts['turns']} calls. Look at it.")
     rows = run.rows(total, by_turn, turn_discount=turn_discount, sample_index=sample)
     metrics = {
         "turns": len(run.turns),
+        "rows": len(rows),
         "retries": counts["retries"],
         "orphans": counts["orphans"],
         "limited": session.limit is not None,
-        **{name: run.counts[name] for name in ("malformed_calls", "special_text")},
-        **{f"branch_{reason}": run.branches[reason] for reason in _BRANCHES},
+        "malformed_calls": run.counts["malformed_calls"],
+        **{f"branch_{reason}": run.branches[reason] for reason in get_args(Branch)},
     }
     return rows.update({f"agent/{name}": torch.full(rows.batch_size, float(n)) for name, n in metrics.items()})
 
@@ -165,7 +151,7 @@ def as_rewards(reward: Any, run: Run) -> tuple[float, dict[str, float]]:
             f"an agent must return a finite number, numbers by the id of a response, or None: got {reward!r:.200}. "
             "Return its reward."
         )
-    if unknown := [name for name in by_turn if run.by_id(name) is None]:
+    if unknown := [name for name in by_turn if name not in run.by_id]:
         raise AgentError(f"rewards must be for responses of the run: got one for {unknown[0]!r}. Use the `id` of one.")
     return total, dict(zip(by_turn, numbers))
 

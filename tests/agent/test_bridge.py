@@ -133,25 +133,23 @@ def test_thoughts_that_come_back_must_be_those_that_were_sampled(tokenizers) -> 
     talk = Talk(tokenizers("Qwen3"), enable_thinking=True)
     first = talk.ask([user("One?")], "<think>\nHm.\n</think>\n\n1.")
     assert first.message == {"role": "assistant", "content": "1.", "reasoning_content": "Hm."}
-    for thoughts, parent, branch in ((None, first, None), ("Hm.", first, None), ("Oh.", None, "edited")):
+    for thoughts, parent in ((None, first), ("Hm.", first), ("Oh.", None)):
         answer = {"role": "assistant", "content": "1.", "reasoning_content": thoughts}
-        prompt = talk.bridge.prompt(talk.run, [user("One?"), answer, user("Two?")], None)
-        assert (prompt.parent, prompt.branch) == (parent, branch)
+        assert talk.bridge.prompt(talk.run, [user("One?"), answer, user("Two?")], None).parent is parent
 
 
-def test_edits_are_branches_and_forks_are_not(talk) -> None:
+def test_forks_and_edits_are_rows_of_their_own(talk) -> None:
     one = talk.ask([user("One?")], "1.")
     two = talk.ask([*one.conversation, user("Two?")], "2.")
     assert talk.ask([*one.conversation, user("And two?")], "II.").parent is one, "a fork"
     assert talk.ask([user("One?")], "I.").parent is None, "another sample"
     assert talk.ask([user("Say something.")], "Something.").parent is None, "a sub-agent"
-    assert not talk.run.branches
     changed = [user("One?"), {"role": "assistant", "content": "It is 1."}, user("Two?")]
     dropped = [user("One?"), *two.conversation[2:], user("Three?")]
     later = [*one.conversation, user("2?"), two.message, user("Three?")]
     for messages, parent in ((changed, None), (dropped, None), (later, one)):
         turn = talk.ask(messages, "3.")
-        assert turn.parent is parent and talk.prompts[-1].branch == "edited"
+        assert turn.parent is parent and not talk.run.branches
         assert turn.prompt_text == talk.bridge.chat.render(messages)
     rows = talk.run.rows(1.0, {})
     assert audit_turns(unpadded(rows), [turn.response for turn in talk.run.turns]).num_equal == 8
@@ -161,7 +159,6 @@ def test_edits_are_branches_and_forks_are_not(talk) -> None:
 def test_of_equal_answers_the_newest_is_continued_unless_ids_of_calls_tell(talk) -> None:
     twice = [talk.ask([user("One?")], "1.") for _ in range(2)]
     assert talk.ask([*twice[0].conversation, user("Two?")], "2.").parent is twice[1]
-    assert talk.run.counts["ambiguous_parents"] == 1
     assert talk.ask([*twice[0].conversation, user("Three?")], "3.", parent=twice[0]).parent is twice[0]
     says = '<tool_call>\n{"name":"look_up","arguments":{"word":"cat"%s}}\n</tool_call>'
     calls = [talk.ask([user("Cat?")], says % space, tools=[LOOK_UP]) for space in ("", " ")]
@@ -187,7 +184,7 @@ def test_an_answer_that_was_cut_off_gets_the_templates_end(talk) -> None:
     assert len(smile) == 4
     prompt = talk.bridge.prompt(talk.run, [user("Smile!")], None)
     response = ModelResponse(prompt.ids, smile[:3], [-1.0] * 3, [0] * 3, "length", "here:1")
-    raw_text, message = talk.bridge.parse(response, prompt, None)
+    raw_text, message = talk.bridge.read(response, prompt.text, None, talk.run.counts)
     assert message == {"role": "assistant", "content": "\ufffd"}
     turn = Turn("cut", None, response, prompt.text, raw_text, [user("Smile!")], message)
     talk.run.add(turn)
@@ -195,19 +192,6 @@ def test_an_answer_that_was_cut_off_gets_the_templates_end(talk) -> None:
     assert after.ids[: len(turn.ids)] == turn.ids and after.branch is None
     rest = talk.tokenizer.decode(after.ids[len(turn.ids) :])
     assert rest == "<|im_end|>\n<|im_start|>user\nMore!<|im_end|>\n<|im_start|>assistant\n"
-
-
-@pytest.mark.parametrize("special_text", ["keep", "break"])
-def test_control_tokens_in_what_others_write(tokenizers, special_text) -> None:
-    talk = Talk(tokenizers("Qwen2.5"), special_text=special_text)
-    part = {"type": "text", "text": "One <|im_end|>?"}
-    first = talk.ask([{"role": "user", "content": [part]}], "1.")
-    second = talk.ask([*first.conversation, user("Two?")], "2.")
-    assert second.parent is first and talk.run.counts["special_text"] == 1, "counted once"
-    ends = second.response.input_tokens.count(talk.id_of("<|im_end|>"))
-    assert ends == {"keep": 5, "break": 4}[special_text], "of the system, two users and the answer"
-    assert talk.tokenizer.decode(second.response.input_tokens) == second.prompt_text
-    assert ("<\u200b|im_end|>" in second.prompt_text) == (special_text == "break")
 
 
 @pytest.mark.parametrize(

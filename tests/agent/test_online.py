@@ -181,7 +181,7 @@ async def test_who_is_idle_is_dropped_and_the_others_are_trained_on(serve) -> No
     assert batch["rewards"].tolist() == [1.0] and service.count("dropped") == 1
     status, body = await service.post(f"/sessions/{idle['id']}/end")
     assert status == 409 and "dropped" in body["error"]["message"]
-    assert (await service.post("/v1/chat/completions", ASKED, idle["api_key"]))[0] == 409
+    assert (await service.post("/v1/chat/completions", ASKED, idle["api_key"]))[0] == 401
 
 
 async def test_who_waits_for_an_answer_is_not_idle(serve) -> None:

@@ -87,7 +87,8 @@ async def test_a_client_that_does_not_count_its_retries_gets_the_answer_too(mode
     """Once it was noticed that it had left."""
     model.may_answer = asyncio.Event()
     async with proxied(model, heartbeat_s=0.02) as (proxy, session), httpx2.AsyncClient() as client:
-        ask = functools.partial(client.post, f"{proxy.address}/s/{session.key}/v1/chat/completions", json=ASKED)
+        headers = {"x-api-key": session.key}
+        ask = functools.partial(client.post, f"{proxy.address}/v1/chat/completions", json=ASKED, headers=headers)
         first = asyncio.create_task(ask())
         await until(lambda: model.num_running == 1)
         first.cancel()
@@ -169,22 +170,6 @@ async def test_who_comes_back_too_late_gets_another_answer(model) -> None:
         assert reply.json()["error"]["code"] == "previous_response_not_found"
 
 
-async def test_counting_tokens_changes_no_counts(tokenizer) -> None:
-    """Not even those of an answer that is on its way."""
-    model = ScriptedModel(lambda prompt: "<tool_call>broken</tool_call>", tokenizer, asyncio.Event())
-    tool = {"name": "f", "input_schema": {"type": "object"}}
-    async with (
-        proxied(model) as (proxy, session),
-        anthropic.AsyncAnthropic(base_url=proxy.address, api_key=session.key) as client,
-    ):
-        answer = asyncio.create_task(client.messages.create(**ASKED, tools=[tool], max_tokens=100))
-        await until(lambda: model.num_running == 1)
-        await client.messages.count_tokens(model="m", messages=[{"role": "user", "content": "<|im_end|>"}])
-        model.may_answer.set()
-        await answer
-    assert session.run.counts["malformed_calls"] == 1 and session.run.counts["special_text"] == 0
-
-
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "0.0.0.0"])
 async def test_its_address_is_one_where_it_listens(host) -> None:
     proxy = await asyncio.to_thread(Proxy, heartbeat_s=1.0, host=host)
@@ -203,12 +188,10 @@ async def test_late_requests_change_nothing(model) -> None:
         await proxy.end(session)
         with pytest.raises(openai.ConflictError) as during:
             await waiting
-        with pytest.raises(openai.ConflictError) as after:
-            await client.chat.completions.create(**ASKED)
-        assert during.value.code == after.value.code == "run_ended"
-        assert "Make a client for each run" in after.value.message
-        with pytest.raises(openai.AuthenticationError):
-            await client.with_options(api_key="sk-other").chat.completions.create(**ASKED)
+        assert during.value.code == "run_ended"
+        for key in (session.key, "sk-other"):
+            with pytest.raises(openai.AuthenticationError, match="Make a client for each run"):
+                await client.with_options(api_key=key).chat.completions.create(**ASKED)
         await until(lambda: model.num_cancelled == 1)
     assert not session.run.turns and session.counts["orphans"] == 1
 
@@ -229,14 +212,6 @@ async def test_a_wrong_option_of_a_stream_is_refused_before_anything_is_sampled(
         with pytest.raises(openai.BadRequestError, match="stream_options must be of type dict"):
             await client.chat.completions.create(**ASKED, stream=True, stream_options="usage")
     assert not model.responses and not session.run.turns
-
-
-async def test_samples_that_are_refused_together_use_up_no_turns(model) -> None:
-    async with proxied(model, max_turns=2) as (proxy, session), openai_client(proxy, session.key) as client:
-        with pytest.raises(openai.BadRequestError, match="at most 2 turns: got 3"):
-            await client.chat.completions.create(**ASKED, n=3)
-        assert len((await client.chat.completions.create(**ASKED, n=2)).choices) == 2
-    assert session.counts["turns"] == len(session.run.turns) == 2
 
 
 async def test_the_tokens_of_a_run_are_limited(model) -> None:
@@ -286,28 +261,6 @@ async def test_an_engine_that_fails_ends_the_run_with_its_error(model) -> None:
         with pytest.raises(openai.BadRequestError, match="its episode failed") as refusal:
             await client.chat.completions.create(**ASKED)
         assert refusal.value.code == "run_failed"
-        with pytest.raises(ServerError, match="no server is left"):
-            await session.failure
-
-
-async def test_one_sample_that_fails_ends_the_others(model) -> None:
-    answer, may_fail = model.agenerate, asyncio.Event()
-    model.may_answer = asyncio.Event()
-
-    async def agenerate(request):
-        if model.num_running == 1:
-            await may_fail.wait()
-            raise ServerError("no server is left")
-        return await answer(request)
-
-    model.agenerate = agenerate
-    async with proxied(model) as (proxy, session), openai_client(proxy, session.key) as client:
-        asked = asyncio.create_task(client.chat.completions.create(**ASKED, n=2))
-        await until(lambda: model.num_running == 1)
-        may_fail.set()
-        with pytest.raises(openai.BadRequestError, match="its episode failed"):
-            await asked
-        await until(lambda: model.num_cancelled == 1)
         with pytest.raises(ServerError, match="no server is left"):
             await session.failure
 

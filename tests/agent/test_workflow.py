@@ -78,7 +78,7 @@ async def test_a_group_of_runs(model, workflow_of) -> None:
     for row in batch:
         assert sampled(row, model) == hello * 2
         assert row["logprobs"][row["loss_mask"] == 1].tolist() == pytest.approx(model.responses[0].output_logprobs * 2)
-    assert batch["agent/turns"].tolist() == [2.0] * 3 and not batch["agent/branch_edited"].any()
+    assert batch["agent/turns"].tolist() == [2.0] * 3 and batch["agent/rows"].tolist() == [1.0] * len(batch)
 
 
 async def test_sub_agents_and_compaction_are_rows_of_one_run(model, workflow_of) -> None:
@@ -285,7 +285,7 @@ async def test_openai_agents_on_responses(tokenizer, workflow_of, is_streamed) -
 
     model = ScriptedModel(answer, tokenizer)
     batch = await workflow_of(agent).arun_episode(model, ROW)
-    assert batch["rewards"].tolist() == [1.0] and not batch["agent/branch_edited"].any()
+    assert batch["rewards"].tolist() == [1.0] and batch["agent/rows"].tolist() == [1.0] * len(batch)
     assert sampled(batch[0], model) == [id for one in model.responses for id in one.output_tokens]
 
 

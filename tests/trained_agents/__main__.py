@@ -100,7 +100,6 @@ class AuditedWorkflow(AgentWorkflow):
     def _rows(self, session: Session, reward: Any, sample: int) -> TensorDict:
         session.engine.kept += [turn.response for turn in session.run.turns]  # type: ignore[attr-defined]
         self.counts.update(retries=session.counts["retries"], orphans=session.counts["orphans"])
-        self.counts["branches"] += session.run.branches.total()
         rows = super()._rows(session, reward, sample)
         self.counts["runs_of_several_rows"] += rows.batch_size[0] > 1
         return rows
@@ -185,7 +184,7 @@ def main() -> int:
             if result["reward_after"] < result["reward_before"] + MIN_RISE:
                 failures.append(f"{name}: the reward must rise by {MIN_RISE}")
     total = sum((Counter({k: v for k, v in one.items() if isinstance(v, int)}) for one in results.values()), Counter())
-    for what in ("interrupted", "retries", "orphans", "branches", "runs_of_several_rows") if not args.agent else ():
+    for what in ("interrupted", "retries", "orphans", "runs_of_several_rows") if not args.agent else ():
         if not total[what]:
             failures.append(f"{what} must occur: got none")
     summary = {
@@ -194,7 +193,6 @@ def main() -> int:
             key: total[key]
             for key in (
                 "turns",
-                "branches",
                 "retries",
                 "orphans",
                 "interrupted",

@@ -1,4 +1,4 @@
-"""The base of all wire formats: a request becomes a `Call`, the turns that answer it an `Answer`.
+"""The base of all wire formats: a request becomes a `Call`, the turn that answers it an `Answer`.
 
 A format parses the JSON body of a request and writes an answer as JSON or as events of a stream. Internal messages are
 OpenAI's chat messages as chat templates expect them: `content` is a string (or parts, with images), arguments of tool
@@ -21,7 +21,6 @@ _NOT_OBEYED = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias"),
     *("response_format", "tool_choice", "top_logprobs", "reasoning", "reasoning_effort", "thinking", "output_config"),
 )
-_MAX_N = 128  # as in OpenAI's API
 _HARMLESS: tuple[Any, ...] = (None, "auto", 0, {"type": "auto"}, {"type": "text"}, {"type": "disabled"}, {})
 _WITH_0 = ("temperature", "seed")  # parameters for which 0 is a valid value
 
@@ -43,7 +42,6 @@ class Call:
     tools: list[dict[str, Any]] | None = None
     max_tokens: int | None = None
     stop: list[str] = field(default_factory=list)
-    n: int = 1
     parent: str | None = None
     """Id of the turn that this request continues, if given."""
     wants_usage: bool = field(init=False)
@@ -57,10 +55,6 @@ class Call:
         return str(self.body.get("model") or "policy")
 
     @property
-    def wants_logprobs(self) -> bool:
-        return self.body.get("logprobs") not in (None, False)
-
-    @property
     def not_obeyed(self) -> list[str]:
         """Return the names of ignored parameters."""
         given = {name: self.body.get(name) for name in _NOT_OBEYED}
@@ -69,22 +63,20 @@ class Call:
 
 @dataclass(eq=False)
 class Answer:
-    """The turns that answer a call: one, or `n`."""
+    """The turn that answers a call."""
 
     id: str
     created: int
     call: Call
-    turns: list[Turn]
-    tokens: list[list[str]]
-    """The text of each sampled token of each turn, if the client wants logprobs."""
+    turn: Turn
 
     @property
     def num_input(self) -> int:
-        return self.turns[0].response.input_len
+        return self.turn.response.input_len
 
     @property
     def num_output(self) -> int:
-        return sum(turn.response.output_len for turn in self.turns)
+        return self.turn.response.output_len
 
 
 Find = Callable[[str], Answer]
@@ -155,14 +147,6 @@ def read_stop(body: Mapping[str, Any], name: str) -> list[str]:
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
         raise RefusedError(f"{name} must be texts of at least one letter: got {given!r:.100}. Correct the request.")
     return stop
-
-
-def read_count(body: Mapping[str, Any]) -> int:
-    """Return the number of requested answers."""
-    number = read(body, "n", int, 1)
-    if not 1 <= number <= _MAX_N:
-        raise RefusedError(f"n must be from 1 to {_MAX_N}: got {number}. Correct the request.")
-    return number
 
 
 def refuse(body: Mapping[str, Any], *names: str) -> None:

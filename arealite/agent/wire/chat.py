@@ -12,7 +12,9 @@ class Chat(Wire):
     prefix = "chatcmpl-"
 
     def parse(self, body: dict[str, Any], find: Find) -> Call:
-        base.refuse(body, "functions", "function_call", "audio", "prediction")
+        base.refuse(body, "functions", "function_call", "audio", "prediction", "logprobs")
+        if body.get("n") not in (None, 1):
+            raise RefusedError(f"n must be 1: got {body['n']!r:.100}. Send a request for each answer.")
         messages = [_canonical(message) for message in body["messages"]]
         if not messages:
             raise RefusedError("messages must have at least one message: got none. Send a user message.")
@@ -22,44 +24,32 @@ class Chat(Wire):
             [base.own_tool(tool, tool.get("function") or {}) for tool in body.get("tools") or []] or None,
             max_tokens=base.read_limit(body, "max_completion_tokens", "max_tokens"),
             stop=base.read_stop(body, "stop"),
-            n=base.read_count(body),
         )
 
     def body(self, answer: Answer) -> dict[str, Any]:
-        choices = [
-            {
-                "index": index,
-                "message": _message(turn.message),
-                "finish_reason": _finish_reason(turn),
-                "logprobs": _logprobs(answer, index),
-            }
-            for index, turn in enumerate(answer.turns)
-        ]
-        return _head(answer, "chat.completion") | {"choices": choices, "usage": _usage(answer)}
+        choice = {"index": 0, "message": _message(answer.turn.message), "finish_reason": _finish_reason(answer.turn)}
+        return _head(answer, "chat.completion") | {"choices": [choice | {"logprobs": None}], "usage": _usage(answer)}
 
     def events(self, answer: Answer) -> Iterator[bytes]:
         head = _head(answer, "chat.completion.chunk")
         wants_usage = answer.call.wants_usage
         no_usage = {"usage": None} if wants_usage else {}
 
-        def chunk(index: int, delta: dict[str, Any], **more: Any) -> bytes:
-            choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None} | more
+        def chunk(finish_reason: str | None = None, **delta: Any) -> bytes:
+            choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
             return base.event(head | {"choices": [choice]} | no_usage)
 
-        for index, turn in enumerate(answer.turns):
-            message = turn.message
-            yield chunk(index, {"role": "assistant", "content": ""})
-            if reasoning := message.get("reasoning_content"):
-                yield chunk(index, {"reasoning_content": reasoning})
-            if message["content"] or answer.call.wants_logprobs:
-                yield chunk(index, {"content": message["content"]}, logprobs=_logprobs(answer, index))
-            for number, call in enumerate(message.get("tool_calls") or []):
-                function = {"name": call["function"]["name"], "arguments": ""}
-                begun = {"index": number, "id": call["id"], "type": "function", "function": function}
-                yield chunk(index, {"tool_calls": [begun]})
-                rest = {"index": number, "function": {"arguments": base.arguments_text(call)}}
-                yield chunk(index, {"tool_calls": [rest]})
-            yield chunk(index, {}, finish_reason=_finish_reason(turn))
+        message = answer.turn.message
+        yield chunk(role="assistant", content="")
+        if reasoning := message.get("reasoning_content"):
+            yield chunk(reasoning_content=reasoning)
+        if message["content"]:
+            yield chunk(content=message["content"])
+        for number, call in enumerate(message.get("tool_calls") or []):
+            function = {"name": call["function"]["name"], "arguments": ""}
+            yield chunk(tool_calls=[{"index": number, "id": call["id"], "type": "function", "function": function}])
+            yield chunk(tool_calls=[{"index": number, "function": {"arguments": base.arguments_text(call)}}])
+        yield chunk(_finish_reason(answer.turn))
         if wants_usage:
             yield base.event(head | {"choices": [], "usage": _usage(answer)})
         yield b"data: [DONE]\n\n"
@@ -104,16 +94,6 @@ def _finish_reason(turn: Turn) -> str:
     if turn.response.stop_reason == "length":
         return "length"
     return "tool_calls" if turn.message.get("tool_calls") else "stop"
-
-
-def _logprobs(answer: Answer, index: int) -> dict[str, Any] | None:
-    if not answer.call.wants_logprobs:
-        return None
-    pairs = zip(answer.tokens[index], answer.turns[index].response.output_logprobs, strict=True)
-    content = [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []} for text, logprob in pairs
-    ]
-    return {"content": content, "refusal": None}
 
 
 def _head(answer: Answer, kind: str) -> dict[str, Any]:

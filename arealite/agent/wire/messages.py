@@ -20,7 +20,7 @@ class Messages(Wire):
         previous = (body.get("thread") or {}).get("previous_message_id")
         if previous is not None:
             before = find(previous)
-            messages = [*before.call.messages, before.turns[0].message]
+            messages = [*before.call.messages, before.turn.message]
             tools = tools or before.call.tools
         for message in body["messages"]:
             messages += _canonical(message)
@@ -103,7 +103,7 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _blocks(answer: Answer) -> list[dict[str, Any]]:
-    message = answer.turns[0].message
+    message = answer.turn.message
     blocks: list[dict[str, Any]] = []
     if reasoning := message.get("reasoning_content"):
         blocks.append({"type": "thinking", "thinking": reasoning, "signature": answer.id})
@@ -127,7 +127,7 @@ def _pieces(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]
 
 
 def _stop(answer: Answer) -> tuple[str, str | None]:
-    turn = answer.turns[0]
+    turn = answer.turn
     if turn.response.stop_reason == "length":
         return "max_tokens", None
     if turn.message.get("tool_calls"):

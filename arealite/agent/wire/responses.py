@@ -21,7 +21,7 @@ class Responses(Wire):
         if previous is not None:  # its instructions do not carry over
             before = find(previous)
             had_instructions = bool(before.call.body.get("instructions"))
-            messages += [*before.call.messages[had_instructions:], before.turns[0].message]
+            messages += [*before.call.messages[had_instructions:], before.turn.message]
         num_before = len(messages)
         for item in items:
             _add(messages, item, num_before, find)
@@ -106,7 +106,7 @@ def _add(messages: list[Message], item: Message, num_before: int, find: Find) ->
 
 
 def _items(answer: Answer) -> list[dict[str, Any]]:
-    message, name = answer.turns[0].message, answer.id.removeprefix(Responses.prefix)
+    message, name = answer.turn.message, answer.id.removeprefix(Responses.prefix)
     items: list[dict[str, Any]] = []
     if reasoning := message.get("reasoning_content"):
         content = [{"type": "reasoning_text", "text": reasoning}]
@@ -141,7 +141,7 @@ def _head(answer: Answer) -> dict[str, Any]:
 
 
 def _end(answer: Answer) -> dict[str, Any]:
-    is_cut = answer.turns[0].response.stop_reason == "length"
+    is_cut = answer.turn.response.stop_reason == "length"
     return {
         "status": "incomplete" if is_cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,

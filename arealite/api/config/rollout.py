@@ -205,8 +205,6 @@ class AgentConfig(ConfigBase):
     history: Literal["keep", "template"] = "keep"
     """What happens where the chat template rewrites earlier turns. `keep`: they stay as the model saw them.
     `template`: another row begins, with what the template writes."""
-    special_text: Literal["keep", "break"] = "keep"
-    """What text such as `<|im_end|>` in a message becomes: the special token, as on every server, or plain text."""
     max_turns: PositiveInt | None = None
     """Most turns of one run; None is any number."""
     max_sampled_tokens: PositiveInt | None = None
