@@ -11,7 +11,6 @@ replicas: data size 0.
 
 from __future__ import annotations
 
-import enum
 import re
 from dataclasses import dataclass
 from typing import NoReturn
@@ -25,24 +24,8 @@ COLOCATED_BACKEND = "lite"
 _DIMENSIONS = {"d": "data", "p": "pipeline", "t": "tensor", "m": "tensor"}
 
 
-class AllocationType(enum.Enum):
-    """What the string describes."""
-
-    COLOCATED = "servers on the trainer's devices"
-    DECOUPLED_TRAIN = "servers and trainers"
-    DECOUPLED_EVAL = "servers and one evaluation client"
-    LLM_SERVER_ONLY = "servers"
-    TRAIN_ONLY = "trainers"
-
-
-_TYPES = {
-    (1, 0, ""): AllocationType.LLM_SERVER_ONLY,
-    (0, 1, ""): AllocationType.TRAIN_ONLY,
-    (1, 1, "+"): AllocationType.DECOUPLED_TRAIN,
-    (1, 0, "+"): AllocationType.DECOUPLED_EVAL,
-    (1, 1, "|"): AllocationType.COLOCATED,
-}
-"""By the numbers of servers and trainers, and what stands between the sides."""
+_FORMS = {(1, 0, ""), (0, 1, ""), (1, 1, "+"), (1, 0, "+"), (1, 1, "|")}
+"""Numbers of servers and trainers, and what stands between the sides."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +52,10 @@ _ABSENT = ParallelSizes(data=0)
 class AllocationMode:
     """A parsed allocation string; `str()` gives its canonical spelling."""
 
-    type_: AllocationType
     gen_backend: str | None
     gen: ParallelSizes
     train: ParallelSizes
+    beside: str  # "+" or "|", empty without a second side
 
     @classmethod
     def from_str(cls, text: str) -> AllocationMode:
@@ -87,36 +70,39 @@ class AllocationMode:
             _fail(text, f"{kind!r} without a dot and sizes", f"Write e.g. {kind}.d4.")
         gen = _sizes(text, servers[0].partition(".")[2]) if servers else _ABSENT
         train = _sizes(text, trainers[0]) if trainers else _ABSENT
-        type_ = _TYPES.get((len(servers), len(trainers), "".join(re.findall(r"[+|]", text))))
-        if type_ is None:
+        beside = "".join(re.findall(r"[+|]", text))
+        if (len(servers), len(trainers), beside) not in _FORMS:
             _fail(text, text, "Write e.g. sglang.d4+d4, sglang.d4|d4, sglang.d4+eval, sglang.d4 or d4.")
-        if type_ is AllocationType.COLOCATED and gen.world_size != train.world_size:
+        if beside == "|" and gen.world_size != train.world_size:
             _fail(text, "other devices", "Write as many on both sides, e.g. sglang.d2|d2, or '+'.")
-        if type_ is AllocationType.COLOCATED and backend == COLOCATED_BACKEND and gen.world_size > 1:
+        if beside == "|" and backend == COLOCATED_BACKEND and gen.world_size > 1:
             _fail(text, "more than one device", "Write lite.d1|d1, or '+' for servers beside the trainer.")
-        return cls(type_, backend, gen, train)
+        return cls(backend, gen, train, beside)
 
     def __str__(self) -> str:
         servers = f"{self.gen_backend}.{self.gen}" if self.gen.data else ""
-        client = "eval" if self.type_ is AllocationType.DECOUPLED_EVAL else ""
-        trainers = str(self.train) if self.train.data else client
-        beside = "|" if self.type_ is AllocationType.COLOCATED else "+"
-        return beside.join(filter(None, (servers, trainers)))
+        trainers = "eval" if self.is_evaluation else str(self.train) if self.train.data else ""
+        return f"{servers}{self.beside}{trainers}"
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether a client evaluates the servers, and nothing is trained."""
+        return self.beside == "+" and not self.train.data
 
     @property
     def is_colocated(self) -> bool:
         """Whether the server runs in the trainer's process."""
-        return self.type_ is AllocationType.COLOCATED and self.gen_backend == COLOCATED_BACKEND
+        return self.beside == "|" and self.gen_backend == COLOCATED_BACKEND
 
     @property
     def takes_turns(self) -> bool:
         """Whether servers sleep while the trainer computes on their devices."""
-        return self.type_ is AllocationType.COLOCATED and self.gen_backend != COLOCATED_BACKEND
+        return self.beside == "|" and self.gen_backend != COLOCATED_BACKEND
 
     @property
     def num_devices(self) -> int:
         """Devices of servers and trainers together."""
-        return self.train.world_size + (0 if self.type_ is AllocationType.COLOCATED else self.gen.world_size)
+        return self.train.world_size + (0 if self.beside == "|" else self.gen.world_size)
 
     @property
     def gen_dp_size(self) -> int:
@@ -135,23 +121,6 @@ class AllocationMode:
     def gen_instance_size(self) -> int:
         """Devices of one server."""
         return self.gen.pipeline * self.gen.tensor
-
-    @property
-    def gen_world_size(self) -> int:
-        """Devices of all servers."""
-        return self.gen.world_size
-
-    @property
-    def train_dp_size(self) -> int:
-        return self.train.data
-
-    @property
-    def train_pp_size(self) -> int:
-        return self.train.pipeline
-
-    @property
-    def train_tp_size(self) -> int:
-        return self.train.tensor
 
     @property
     def train_world_size(self) -> int:

@@ -44,19 +44,16 @@ _CHOICES = {"algorithm", "baseline", "reward_scale", "proximal", "correction", "
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Write a YAML config of AReaLite v0.3 or AReaL as one of ours: values and order stay, old "
+        "Print a YAML config of AReaLite v0.3 or AReaL as one of ours: values and order stay, old "
         "defaults that differ are written out, and comments at the end list each old key and what became of it."
     )
     parser.epilog = "exit status: 0 the result loads, 1 something is left to decide, 2 the file can't be read"
     parser.add_argument("config", metavar="OLD.yaml")
-    parser.add_argument("--out", metavar="NEW.yaml", help="a new file; printed unless given")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the config to --out, or print it; return 0, or 1 if the user must decide something."""
-    path, out = args.config, args.out
-    if out is not None and Path(out).exists():
-        raise ConfigError(f"--out must be a new file: got {out}, which exists. Remove it, or name another.")
+    """Print the config; return 0, or 1 if the user must decide something."""
+    path = args.config
     given = read_yaml(path)
     config_cls = _config_class(given)
     changes: list[str] = []
@@ -69,14 +66,7 @@ def run(args: argparse.Namespace) -> int:
         changes.append(f"{key}={value} is written out: it was the default.")
     text = OmegaConf.to_yaml(config)
     problems += _refusals(text, config_cls)
-    text = _page(text, Path(path).name, changes, problems)
-    if out is None:
-        print(text, end="")
-    else:
-        try:
-            Path(out).write_text(text)
-        except OSError as error:
-            raise ConfigError(f"--out must be a file that can be written: got {error}. Choose another.") from error
+    print(_page(text, Path(path).name, changes, problems), end="")
     lines = [f"changes: {len(changes)}, listed at the end of the file"] if changes else []
     lines += [f"to decide: {problem}" for problem in problems]
     print("\n".join(lines), file=sys.stderr)

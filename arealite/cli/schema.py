@@ -6,7 +6,6 @@ Old keys, which the loader moves, are marked as unknown.
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
@@ -24,25 +23,16 @@ _LATER = {"type": "string", "pattern": r"\$\{|^\?\?\?$", "description": "A refer
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Write types, ranges, defaults and descriptions of every key. An editor with a YAML language server finds it "
-        "by the first line of a config: # yaml-language-server: $schema=schema.json"
+        "Print types, ranges, defaults and descriptions of every key. An editor with a YAML language server finds them "
+        "in the file that the first line of a config names: # yaml-language-server: $schema=schema.json"
     )
     kinds = f"{', '.join(CLASSES)} (grpo unless given), or FILE.py:CLASS, a config class of your own"
     parser.add_argument("kind", nargs="?", default="grpo", help=kinds)
-    parser.add_argument("--out", metavar="FILE.json", help="printed unless given")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the schema of an experiment's config, or of a class `FILE.py:CLASS`, to a file, or print it."""
-    text, out = json.dumps(schema(_config_class(args.kind)), indent=1), args.out
-    if out is None:
-        print(text)
-    else:
-        try:
-            Path(out).write_text(f"{text}\n")
-        except OSError as error:
-            raise ConfigError(f"--out must be a file that can be written: got {error}. Choose another.") from error
-        print(f"{out}: begin a config with\n# yaml-language-server: $schema={out}")
+    """Print the schema of an experiment's config, or of a class `FILE.py:CLASS`."""
+    print(json.dumps(schema(_config_class(args.kind)), indent=1))
     return 0
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arealite.api.alloc_mode import AllocationMode, AllocationType, ParallelSizes
+from arealite.api.alloc_mode import AllocationMode, ParallelSizes
 from arealite.api.errors import ConfigError
 from arealite.api.servers import KINDS
 
@@ -25,11 +25,11 @@ from arealite.api.servers import KINDS
 )
 def test_decoupled_strings(text: str, backend: str, gen: tuple[int, ...], train: tuple[int, ...]) -> None:
     mode = AllocationMode.from_str(text)
-    assert (mode.type_, mode.gen_backend) == (AllocationType.DECOUPLED_TRAIN, backend)
+    assert (mode.beside, mode.gen_backend) == ("+", backend)
     assert (mode.gen_dp_size, mode.gen_pp_size, mode.gen_tp_size) == gen
-    assert (mode.train_dp_size, mode.train_pp_size, mode.train_tp_size) == train
+    assert (mode.train.data, mode.train.pipeline, mode.train.tensor) == train
     assert mode.gen_instance_size == gen[1] * gen[2]
-    assert mode.gen_world_size == gen[0] * gen[1] * gen[2]
+    assert mode.gen.world_size == gen[0] * gen[1] * gen[2]
     assert mode.train_world_size == train[0] * train[1] * train[2]
 
 
@@ -51,19 +51,19 @@ def test_the_same_devices_for_both(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "type_", "gen_world_size", "train_world_size"),
+    ("text", "is_evaluation", "gen_world_size", "train_world_size"),
     [
-        ("sglang.d4", AllocationType.LLM_SERVER_ONLY, 4, 0),
-        ("lite.d2t2", AllocationType.LLM_SERVER_ONLY, 4, 0),
-        ("sglang.d4p1t2+eval", AllocationType.DECOUPLED_EVAL, 8, 0),
-        ("d4", AllocationType.TRAIN_ONLY, 0, 4),
-        ("t2p3", AllocationType.TRAIN_ONLY, 0, 6),
+        ("sglang.d4", False, 4, 0),
+        ("lite.d2t2", False, 4, 0),
+        ("sglang.d4p1t2+eval", True, 8, 0),
+        ("d4", False, 0, 4),
+        ("t2p3", False, 0, 6),
     ],
 )
-def test_one_sided_strings(text: str, type_: AllocationType, gen_world_size: int, train_world_size: int) -> None:
+def test_one_sided_strings(text: str, is_evaluation: bool, gen_world_size: int, train_world_size: int) -> None:
     mode = AllocationMode.from_str(text)
-    assert mode.type_ is type_
-    assert (mode.gen_world_size, mode.train_world_size) == (gen_world_size, train_world_size)
+    assert mode.is_evaluation is is_evaluation
+    assert (mode.gen.world_size, mode.train_world_size) == (gen_world_size, train_world_size)
 
 
 @pytest.mark.parametrize(
@@ -117,18 +117,18 @@ def test_mistakes_are_named(text: str, words: str) -> None:
 sizes = st.builds(ParallelSizes, *[st.integers(1, 1000)] * 3)
 
 
-@given(st.sampled_from([*KINDS]), sizes, sizes, st.sampled_from(AllocationType))
-def test_rendered_modes_parse_back(
-    backend: str, gen: ParallelSizes, train: ParallelSizes, type_: AllocationType
-) -> None:
-    has_servers = type_ is not AllocationType.TRAIN_ONLY
-    has_trainers = type_ in (AllocationType.TRAIN_ONLY, AllocationType.DECOUPLED_TRAIN)
+@given(st.sampled_from([*KINDS]), sizes, sizes, st.sampled_from(["servers", "+", "|", "+eval", "trainers"]))
+def test_rendered_modes_parse_back(backend: str, gen: ParallelSizes, train: ParallelSizes, form: str) -> None:
     absent = ParallelSizes(data=0)
-    if type_ is AllocationType.COLOCATED:
-        gen, has_trainers = (ParallelSizes() if backend == "lite" else gen), True
+    if form == "|":
+        gen = ParallelSizes() if backend == "lite" else gen
         train = ParallelSizes(gen.tensor, gen.data, gen.pipeline)
+    has_servers, beside = form != "trainers", form[:1] if form[0] in "+|" else ""
     mode = AllocationMode(
-        type_, backend if has_servers else None, gen if has_servers else absent, train if has_trainers else absent
+        backend if has_servers else None,
+        gen if has_servers else absent,
+        train if form in ("trainers", "+", "|") else absent,
+        beside,
     )
     assert AllocationMode.from_str(str(mode)) == mode
 

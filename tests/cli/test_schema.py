@@ -71,11 +71,9 @@ def test_the_command_offers_every_kind(capsys: pytest.CaptureFixture[str]) -> No
     assert all(kind in told for kind in CLASSES)
 
 
-def test_every_key_has_its_description_and_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "schema.json"
-    assert main(["schema", "ppo", "--out", str(out)]) == 0
-    assert f"# yaml-language-server: $schema={out}" in capsys.readouterr().out
-    root = json.loads(out.read_text())
+def test_every_key_has_its_description_and_default(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema", "ppo"]) == 0
+    root = json.loads(capsys.readouterr().out)
     for key in config_keys(CLASSES["ppo"]):
         block, defaults = root, {}
         for part in filter(None, key.parent.split(".")):

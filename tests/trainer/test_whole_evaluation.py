@@ -237,7 +237,6 @@ def test_a_server_with_another_vocabulary_is_refused(evaluate: Command, tmp_path
         ("allocation_mode=lite.d1+d1", "allocation_mode must be servers and eval"),
         ("gconfig.greedy=true", "gconfig.greedy must be false"),
         ("train_dataset.path=gsm8k", "train_dataset.path must not be given in an evaluation: got gsm8k"),
-        ("recover={mode: auto, freq_steps: 1}", "recover.mode must be disabled"),
     ],
 )
 def test_what_means_nothing_is_refused(evaluate: Command, word: str, told: str) -> None:

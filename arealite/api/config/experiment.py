@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, cast
 
 from pydantic import PrivateAttr
 
-from arealite.api.alloc_mode import AllocationMode, AllocationType
+from arealite.api.alloc_mode import AllocationMode
 from arealite.api.config import checks
 from arealite.api.config.algorithm import GRPO_DEFAULTS, PRESETS, resolve_choices
 from arealite.api.config.data import DatasetConfig, EvaluatorConfig, RecoverConfig, SaverConfig, StatsLoggerConfig
@@ -213,11 +213,10 @@ class BaseExperimentConfig(ConfigBase):
         checks.check_mixture(self.train_dataset, self.valid_dataset)
         checks.check_allocation(mode, self.allocation_mode, self.cluster, rollout)
         checks.check_colocated(mode, rollout, self.workers)
-        num_ranks = None if mode is None or self.workers is not None else mode.train_world_size
-        checks.check_senders(rollout, num_ranks)
+        checks.check_senders(rollout, None if mode is None or self.workers is not None else mode.train_world_size)
         for key, engine in vars(self).items():
             if isinstance(engine, TrainEngineConfig):
-                checks.check_engine(engine, key, self.cluster, num_ranks)
+                checks.check_optimizer(engine.optimizer or OptimizerConfig(), key)
 
 
 class SFTConfig(BaseExperimentConfig):
@@ -437,12 +436,8 @@ class EvalConfig(BaseExperimentConfig):
             f"train_dataset.path must not be given in an evaluation: got {train_path}. Set valid_dataset.path.",
         )
         require(
-            mode is None or mode.type_ is AllocationType.DECOUPLED_EVAL,
+            mode is None or mode.is_evaluation,
             f"allocation_mode must be servers and eval in an evaluation: got {mode}. Write e.g. lite.d1+eval.",
-        )
-        require(
-            self.recover.mode == "disabled",
-            f"recover.mode must be disabled in an evaluation: got {self.recover.mode}. The same command continues.",
         )
         largest = max(self.pass_at_k or [1])
         require(

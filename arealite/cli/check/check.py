@@ -17,14 +17,14 @@ from arealite.cli.check.memory import check_memory
 from arealite.cli.check.model import check_data, check_model, check_template, check_tokenizer
 from arealite.cli.check.script import check_declared, check_outputs, check_reward
 from arealite.launcher.plan.plan import checked_plan, entry_script
-from arealite.utils.devices import Node
+from arealite.utils.devices import Node, this_node
 
 
 def check(entry: str, argv: Sequence[str], *, preflight: Node | bool = False) -> int:
     """Check the run that the launcher would start with these arguments, print the findings, return the exit status.
 
-    A preflight prints only problems and warnings. If it is of the node on which the run starts, the memory plan must
-    fit the whole memory: other programs may end in time. Raises ConfigError for a config that has no plan.
+    A preflight prints only problems and warnings; it plans memory if it is given the node on which the run starts.
+    Raises ConfigError for a config that has no plan.
     """
     datasets.logging.set_verbosity_error()
     if not sys.stderr.isatty():
@@ -47,5 +47,5 @@ def check(entry: str, argv: Sequence[str], *, preflight: Node | bool = False) ->
             longest, row = findings.look("data", check_data, config, model, tokenizer, names) or (0, None)
             findings.look("reward", check_reward, config, script, calls, row, tokenizer)
         if preflight is not True:
-            findings.look("memory", check_memory, config, model, longest, preflight_on=preflight or None)
+            findings.look("memory", check_memory, config, model, longest, preflight or this_node())
     return 1 if findings.summarize() else 0

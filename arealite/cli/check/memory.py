@@ -25,7 +25,7 @@ from arealite.planner.memory import (
     training_state,
     training_step,
 )
-from arealite.utils.devices import Node, this_node
+from arealite.utils.devices import Node
 
 GIB = 2**30
 _TIGHT = 0.85  # of a device; the plan omits allocator and library overhead
@@ -62,12 +62,10 @@ def check_memory(
     config: Config,
     model: PreTrainedModel,
     longest_prompt: int,
-    *,
-    preflight_on: Node | None = None,
+    node: Node,
 ) -> None:
-    """Print the memory plan of a run that trains, for this node's free memory, or for all of it in a preflight."""
+    """Print the memory plan of a run that trains on a node."""
     if config.allocation_mode and AllocationMode.from_str(config.allocation_mode).train_world_size > 0:
-        node = preflight_on or this_node()
         used = {device for one in make_plan(config).placements for device in one.devices}
         gpus = [gpu for number, gpu in enumerate(node.gpus) if number in used or not used]
         for gpu in gpus:
@@ -82,8 +80,8 @@ def check_memory(
         others = {role: model_shape(build_meta_model(path, attention)) for role, path in paths.items()}
         new = config.sampling.max_new_tokens if config.sampling is not None else 0
         longest = int(min(longest_prompt + new, context_of(config, model)))
-        room = [gpu.free if preflight_on is None else gpu.memory for gpu in gpus]
-        plan = plan_memory(findings, config, shape, longest, gpus=room, host=node.memory, free=node.free, others=others)
+        room = [gpu.memory for gpu in gpus]
+        plan = plan_memory(findings, config, shape, longest, gpus=room, host=node.memory, others=others)
         if not findings.is_brief:
             findings.console.print("", plan, "")
 
@@ -96,11 +94,10 @@ def plan_memory(
     *,
     gpus: Sequence[int],
     host: int,
-    free: int | None = None,
     others: Mapping[str, ModelShape] | None = None,
 ) -> Table:
     """Add up the needs of trainer ranks or workers and servers, compare them with the bytes of the devices, and return
-    the plan; `free` is the host's free memory now, `others` the shapes of roles whose model is not the trained one."""
+    the plan; `others` are the shapes of roles whose model is not the trained one."""
     mode, key = AllocationMode.from_str(config.allocation_mode), config.trained[0]
     groups = _groups(config, {key: shape, **(others or {})}, longest, mode.train_world_size)
     server, kv_token = _server_parts(config, shape, longest, mode)
@@ -114,7 +111,6 @@ def plan_memory(
                 together[name] = together.get(name, 0) + size * group.count
         together |= {f"servers' {name}": size * mode.gen_dp_size for name, size in server.items()}
         _fit(findings, "the run", together, host, groups[0])
-        _leave_room(findings, sum(together.values()), host, free)
     elif not gpus:
         findings.add("warning", "no GPU here to hold the plan against", "Compare it with the GPUs you will use.")
     else:
@@ -126,10 +122,9 @@ def plan_memory(
             if group.offloads:
                 whole = {name: size * group.count for name, size in group.state.items()}
                 _fit(findings, "the host", whole, host, group)
-                _leave_room(findings, sum(whole.values()), host, free)
         if server:
             _fit_completions(findings, config, server, kv_token, longest, min(gpus))
-    return _plan(groups, server, mode.gen_world_size)
+    return _plan(groups, server, mode.gen.world_size)
 
 
 def _beside(config: Config) -> list[str]:
@@ -257,13 +252,6 @@ def _fit(findings: Findings, who: str, parts: Parts, device: int, ranks: _Ranks)
         text,
         _KNOBS.get(largest, _MORE_RANKS).format(key=ranks.key, more=ranks.more),
     )
-
-
-def _leave_room(findings: Findings, needed: int, host: int, free: int | None) -> None:
-    """Warn if the host has the memory but other programs use it."""
-    if free is not None and free < needed <= host:
-        text = f"{free / GIB:.1f} of {host / GIB:.1f} GiB of the host are free now, and {needed / GIB:.2f} are needed"
-        findings.add("warning", text, "End what uses them before the run starts.")
 
 
 def _fit_completions(findings: Findings, config: Config, server: Parts, kv_token: int, longest: int, gpu: int) -> None:

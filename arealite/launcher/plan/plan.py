@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from arealite.api.alloc_mode import AllocationType
 from arealite.api.cli_args import BaseExperimentConfig, LauncherConfig
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
@@ -128,7 +127,7 @@ def check_model(config: BaseExperimentConfig) -> None:
 def trains(config: BaseExperimentConfig) -> bool:
     """Return whether a run trains; others only serve or evaluate."""
     mode = config.allocation
-    return mode is not None and mode.type_ is not AllocationType.DECOUPLED_EVAL and mode.train_world_size > 0
+    return mode is not None and not mode.is_evaluation and mode.train_world_size > 0
 
 
 def make_plan(config: BaseExperimentConfig) -> Plan:
@@ -139,14 +138,14 @@ def make_plan(config: BaseExperimentConfig) -> Plan:
             "allocation_mode must be given to a launcher: got nothing. "
             "Add e.g. allocation_mode=lite.d1p1t1+d1p1t1 (servers and trainers) or allocation_mode=d1 (trainers only)."
         )
-    for name, size in {"p": mode.train_pp_size, "t": mode.train_tp_size}.items():
+    for name, size in {"p": mode.train.pipeline, "t": mode.train.tensor}.items():
         if size > 1:
             raise ConfigError(
                 f"the trainer's {name} in allocation_mode must be 1 (only data parallelism is supported yet): "
                 f"got {name}{size}. Write d{mode.train_world_size}p1t1 to use as many devices."
             )
     num_servers = num_own_servers(config, mode)
-    is_evaluation = mode.type_ is AllocationType.DECOUPLED_EVAL
+    is_evaluation = mode.is_evaluation
     groups = make_layout(config) if config.workers is not None and trains(config) else ()
     has_one_rank = is_evaluation or bool(groups)  # it has no device, as servers and workers compute for it
     num_ranks = 1 if has_one_rank else mode.train_world_size
