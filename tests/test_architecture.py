@@ -55,7 +55,7 @@ ROOM_CEILINGS = {
     "api": 2661,
     "chat": 483,
     "cli": 1856,
-    "core": 2162,
+    "core": 2148,
     "dataset": 793,
     "engine": 2088,
     "generation": 901,
@@ -74,7 +74,7 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 27266,
+    "code of the package": 27252,
     "files of a GRPO run": 130,
     "code of a GRPO run": 17218,
     "import depth": 18,

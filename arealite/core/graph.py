@@ -6,7 +6,6 @@ A graph is checked on creation and immutable. The master decides where and when 
 from __future__ import annotations
 
 import inspect
-import itertools
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -167,27 +166,12 @@ class DataFlowGraph:
         return ancestors
 
     def order(self) -> list[ModelFunctionCall]:
-        """Return the calls in topological order, otherwise in the order of declaration."""
+        """Return the calls in topological order."""
         try:
-            TopologicalSorter(self.needs).prepare()
+            return [self.named[name] for name in TopologicalSorter(self.needs).static_order()]
         except CycleError as error:
-            got = self._cycle(error.args[1])
-            raise ConfigError(f"calls must not wait for each other: got {got}. Remove one of them.") from None
-        ordered: dict[str, ModelFunctionCall] = {}
-        while left := [call for call in self.calls if call.name not in ordered]:
-            following = next(call for call in left if self.needs[call.name].keys() <= ordered.keys())
-            ordered[following.name] = following
-        return list(ordered.values())
-
-    def _cycle(self, path: Sequence[str]) -> str:
-        """Format a cycle with the keys on its edges, starting at the call that is declared first."""
-        first = next(path.index(name) for name in self.named if name in path)
-        path = [*path[first:-1], *path[:first], path[first]]
-        steps = [
-            f" -({', '.join(self.needs[name][before]) or 'after'})-> {name}"
-            for before, name in itertools.pairwise(path)
-        ]
-        return path[0] + "".join(steps)
+            got = " -> ".join(error.args[1])
+            raise ConfigError(f"calls must not wait for each other: got {got}. Remove a key or an after.") from None
 
     def edges(self) -> list[Edge]:
         """Return the edges that no longer path implies, for drawings."""
