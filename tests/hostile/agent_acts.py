@@ -1,4 +1,4 @@
-"""What agents, tools and environments do wrong, and what must become of it. Imports no torch: processes import it."""
+"""What agents do wrong, and what must become of it. Imports no torch: processes import it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 import urllib.parse
@@ -18,12 +17,11 @@ from typing import Any
 import aiohttp
 
 from arealite.api.errors import EnvError, RewardError
-from hostile.rewards import RAISED, Unprintable
+from hostile.rewards import RAISED
 
-DONE, REJECTED = {"trained", "accepted"}, {"rejected_workflow"}
+DONE = {"trained", "accepted"}
 OWN, CRASHED, LATE, ENV = {"failed_agent"}, {"failed_workflow"}, {"failed_timeout"}, {"failed_environment"}
 _HUGE_MIB = 65
-_SLEEP_S = 3600.0
 
 
 class Nameless:
@@ -79,14 +77,6 @@ async def _talks(client: Client) -> float:
     return 1.0
 
 
-async def _rejects(client: Client) -> None:
-    await client.ask("Hi")
-
-
-async def _says_nothing(client: Client) -> float:
-    return 1.0
-
-
 async def _is_huge(client: Client) -> float:
     async def pieces() -> AsyncIterator[bytes]:
         for _ in range(_HUGE_MIB):
@@ -118,23 +108,8 @@ async def _talks_after_junk(client: Client) -> float:
     return await _talks(client)
 
 
-async def _asks_of_nobodys_answer(client: Client) -> float:
-    await client.post("/responses", json={"input": "Hi", "previous_response_id": "resp_x"})
-    return 1.0
-
-
-async def _only_counts(client: Client) -> float:
-    await client.post("/messages/count_tokens", json={"messages": [{"role": "user", "content": "Hi"}]})
-    return 1.0
-
-
 async def _asks_in_crowds(client: Client) -> dict[str, float]:
     return dict.fromkeys(await asyncio.gather(*(client.ask("Hi") for _ in range(20))), 0.1)
-
-
-async def _rewards_an_answer_of_nobody(client: Client) -> dict[str, float]:
-    await client.ask("Hi")
-    return {"chatcmpl-" + "0" * 24: 1.0}
 
 
 def _request(client: Client, body: bytes) -> bytes:
@@ -148,11 +123,6 @@ async def _send(client: Client, data: bytes) -> None:
     writer.write(data)
     await writer.drain()
     writer.transport.abort()
-
-
-async def _has_another_key(client: Client) -> float:
-    await Client(client.base_url, "sk-another").ask("Hi")
-    return 1.0
 
 
 async def _comes_late(client: Client) -> float:
@@ -203,16 +173,10 @@ def _returns(value: Callable[[], Any]) -> Act:
 _kept: list[Any] = []
 COROUTINES: dict[str, tuple[Act, set[str]]] = {
     "talks": (_talks, DONE),
-    "rejects": (_rejects, REJECTED),
-    "says nothing": (_says_nothing, OWN),
     "is huge": (_is_huge, CRASHED),
     "leaves": (_leaves, OWN),
     "talks after junk": (_talks_after_junk, DONE),
-    "asks of nobody's answer": (_asks_of_nobodys_answer, CRASHED),
-    "only counts": (_only_counts, OWN),
     "asks in crowds": (_asks_in_crowds, DONE),
-    "rewards an answer of nobody": (_rewards_an_answer_of_nobody, OWN),
-    "has another key": (_has_another_key, CRASHED),
     "comes late": (_comes_late, DONE),
     "blocks the others": (_blocks_the_others, DONE),
     "hangs": (_hangs, LATE),
@@ -240,26 +204,14 @@ def _ask() -> None:
         reply.read()
 
 
-def _sleep() -> float:
-    subprocess.Popen(["sleep", "3600"])
-    time.sleep(_SLEEP_S)
-    return 1.0
-
-
 FUNCTIONS: dict[str, tuple[Callable[[], Any], set[str]]] = {
     "talks": (lambda: _ask() or 1.0, DONE),
-    "rejects": (_ask, REJECTED),
-    "says nothing": (lambda: 1.0, OWN),
-    "raises": (lambda: {}["x"], OWN),
     "exits": (lambda: sys.exit(3), OWN),
     "dies": (lambda: os.kill(os.getpid(), signal.SIGSEGV), OWN),
     "stops": (lambda: os.kill(os.getpid(), signal.SIGSTOP), LATE),
-    "hangs": (_sleep, LATE),
     "closes files": (lambda: os.closerange(0, 1000), OWN),
     "prints": (lambda: print("\x1b]" * 10**6) or _ask() or 1.0, DONE),
-    "returns nan": (lambda: _ask() or float("nan"), OWN),
     "returns an object": (lambda: _ask() or object(), OWN),
-    "returns the reward of nobody": (lambda: _ask() or {"x": 1.0}, OWN),
 }
 
 
@@ -268,82 +220,11 @@ def function(data: dict[str, Any]) -> Any:
 
 
 COMMANDS: dict[str, set[str]] = {
-    "exit 7": OWN,
     "kill -9 $$": OWN,
     "echo NaN": OWN,
-    "echo Infinity": OWN,
-    "echo": OWN,
     "echo 1": OWN,
-    "echo null": REJECTED,
     "head -c 3000000 /dev/zero": OWN,
     "sleep 3600 > /dev/null & exit 3": OWN,
     "sleep 3600": LATE,
 }
 """None of them asks the model."""
-
-
-# Tools and environments
-
-RETURNED: dict[str, tuple[Callable[[], Any], set[str], set[str]]] = {
-    "nothing": (lambda: None, DONE, ENV),
-    "an object": (object, ENV, ENV),
-    "bytes": (lambda: b"x", ENV, ENV),
-    "half a character": (lambda: "\ud800", DONE, ENV),
-    "a lot": (lambda: "x" * 20_000, DONE, ENV),
-    "a step": (lambda: ("a", 1.0, True, False, {}), DONE, DONE),
-    "four": (lambda: ("a", 1.0, True, {}), DONE, ENV),
-    "nan": (lambda: ("a", float("nan"), True, False, {}), DONE, ENV),
-    "a text for a reward": (lambda: ("a", "1", True, False, {}), DONE, ENV),
-    "no infos": (lambda: ("a", 1.0, True, False, None), DONE, ENV),
-}
-ACTS: dict[str, tuple[Callable[[], Any], set[str], set[str]]] = {
-    **{f"returns {name}": found for name, found in RETURNED.items()},
-    "hangs": (lambda: time.sleep(8.0), ENV, ENV),
-}
-
-
-def _raise(error: Callable[[], BaseException]) -> Any:
-    raise error()
-
-
-def _add_errors() -> None:
-    for number, error in enumerate(RAISED):
-        found = error()
-        env = ENV if isinstance(found, Exception) else CRASHED
-        env = env | CRASHED if isinstance(found, Unprintable) else env
-        tool = DONE if isinstance(found, ValueError) else env
-        if len(getattr(found, "args", ())) == 1 and len(str(found.args[0])) > 10**6:
-            continue  # a model is told of a ValueError, and 10 million tokens take their time
-        ACTS[f"raises {number}"] = (lambda error=error: _raise(error), tool, env)
-
-
-_add_errors()
-
-
-def act(name: str) -> Any:
-    """Do what is asked.
-
-    Args:
-        name: What to do.
-    """
-    return ACTS[name][0]()
-
-
-async def areward(completions: str, **_: Any) -> float:
-    return 1.0
-
-
-class Environment:
-    """Steps as its row says."""
-
-    def __init__(self, data: dict[str, Any]) -> None:
-        self._name = data["act"]
-
-    def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]:
-        return "begin", {}
-
-    def step(self, action: str) -> Any:
-        return ACTS[self._name][0]()
-
-    def close(self) -> None:
-        """Nothing is open."""

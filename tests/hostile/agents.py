@@ -1,4 +1,4 @@
-"""Agents, tools and environments that do everything wrong, through the real executor, proxy and processes.
+"""Agents that do everything wrong, through the real executor, proxy and processes.
 
 Invariants: every failure is counted by its kind, none becomes a reward, and nothing of an agent is left: no process, no
 connection, no thread but those that it has started itself.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,24 +16,20 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from testing_proxy import ScriptedModel, chatml_tokenizer, tool_call
+from testing_proxy import ScriptedModel, chatml_tokenizer
 from testing_workflows import IdleEngine
 
 from arealite.agent.workflow import AgentWorkflow
 from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
-from arealite.api.env_api import Agent
 from arealite.api.io_struct import ModelRequest, ModelResponse
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.workflow.env import EnvWorkflow
-from arealite.workflow.tools import ToolWorkflow
 from hostile import agent_acts
 from hostile.code import run_workflows
 from hostile.common import DEADLINE_S, Report, Usage, settled
 
 _EPISODE_S = 20.0
 """Long enough for an honest agent on a loaded machine."""
-_TOOL_S = 5.0
 _GROUP = 2
 _KEPT = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions", "rewards", "sample_index")
 _COMMAND = r"""read -r row; eval "$(printf %s "$row" | sed -n 's/.*"act": "\([^"]*\)".*/\1/p')" """
@@ -54,44 +49,22 @@ class SamplingEngine(IdleEngine):
         return response
 
 
-def answer(prompt: str) -> str:
-    """Call the tool that the question names; then say 7."""
-    name = re.search(r"user\ncall (.+?)<", prompt)
-    return tool_call("act", f'{{"name": "{name[1]}"}}') if name and "tool\n" not in prompt else "7"
-
-
-class Actor(Agent):
-    """Asks for an action, and takes anything."""
-
-    def observe(self, observation: Any, info: dict[str, Any]) -> list[dict[str, Any]]:
-        return [{"role": "user", "content": "Act."}]
-
-    def act(self, message: dict[str, Any]) -> str:
-        return str(message["content"])
-
-
 class HostileAgents(RolloutWorkflow):
-    """Has each prompt's agents, tools or environments do what its number says."""
+    """Has each prompt's agents do what its number says."""
 
     def __init__(self, tokenizer: Any, plan: list[tuple[str, str, set[str]]]) -> None:
         self.plan = plan
         self.tokenizer = tokenizer
         gconfig = GenerationHyperparameters(n_samples=_GROUP, max_new_tokens=200)
-        limits: Any = {"max_turns": 3, "tool_timeout": _TOOL_S}
         self.workflows: dict[str, Any] = {
             "coroutine": AgentWorkflow(agent_acts.coroutine, gconfig, tokenizer),
             "function": AgentWorkflow(agent_acts.function, gconfig, tokenizer, num_processes=8),
             "command": AgentWorkflow(_COMMAND, gconfig, tokenizer),
-            "tool": ToolWorkflow(agent_acts.areward, gconfig, tokenizer, [agent_acts.act], **limits),
-            "environment": EnvWorkflow(
-                Actor(), agent_acts.Environment, gconfig, tokenizer, max_turns=2, step_timeout=_TOOL_S
-            ),
         }
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict | None:
         kind, name, _ = self.plan[data["prompt_id"].index]
-        row = data | {"act": name, "messages": [{"role": "user", "content": f"call {name}"}]}
-        batch = await self.workflows[kind].arun_episode(engine, row)
+        batch = await self.workflows[kind].arun_episode(engine, data | {"act": name})
         return None if batch is None else batch.select(*_KEPT)
 
     def expected(self, index: int) -> set[str]:
@@ -113,9 +86,6 @@ def everything() -> Iterator[tuple[str, str, set[str]]]:
         yield "function", name, states
     for command, states in agent_acts.COMMANDS.items():
         yield "command", command, states
-    for name, (_, tool, environment) in agent_acts.ACTS.items():
-        yield "tool", name, tool
-        yield "environment", name, environment
 
 
 def attack(report: Report, folder: Path, rng: random.Random, *, short: bool) -> None:
@@ -127,7 +97,7 @@ def attack(report: Report, folder: Path, rng: random.Random, *, short: bool) -> 
     plan += [("coroutine", "talks", agent_acts.DONE)] * (len(plan) // 3)
     rng.shuffle(plan)
     workflow = HostileAgents(tokenizer, plan)
-    SamplingEngine.model = ScriptedModel(answer, tokenizer)
+    SamplingEngine.model = ScriptedModel(lambda prompt: "7", tokenizer)
     try:
         run_workflows(report, folder / "runs", workflow, engine_type=SamplingEngine, episode_s=_EPISODE_S)
     finally:
