@@ -66,7 +66,7 @@ def test_the_secret_of_a_run_never_leaves_it(tmp_path: Path, monkeypatch: pytest
     told, was_killed, deadline = 0, False, time.monotonic() + DEADLINE_S
     try:
         with answering(junk) as address:
-            entry = ServerEntry("junk", address, "lite", "junk", "ready", "", time.time())
+            entry = ServerEntry("junk", address, "lite", "junk")
             while launcher.process.poll() is None:
                 assert time.monotonic() < deadline, launcher.text()
                 for pid in marked(experiment.folder):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,11 +34,9 @@ class RunningRegistry:
         """Entries by name."""
         return self.call(lambda: {one.name: one for one in self.registry.servers.values()})
 
-    def put(self, name: str, address: str, state: str = "ready", life: int = 1, **changes: Any) -> None:
+    def put(self, name: str, address: str, life: int = 1, backend: str = "lite") -> None:
         """Write the entry of a server; another `life` is a server that has started anew."""
-        fields = {"backend": "lite", "detail": "", "since": time.time(), **changes}
-        entry = ServerEntry(name, address, incarnation=f"{name}-{life}", state=state, **fields)  # type: ignore[arg-type]
-        self.wait(self.registry.put(entry))
+        self.wait(self.registry.put(ServerEntry(name, address, backend, incarnation=f"{name}-{life}")))
 
     def drop(self, name: str) -> None:
         """Delete the entry of a server."""

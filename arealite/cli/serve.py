@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "before requests; Ctrl-C or SIGTERM hands unfinished requests back. Without --join, serve a model on its own: "
         "that of --config FILE, or allocation_mode=lite.d1 actor.path=MODEL (lite, sglang or vllm)."
     )
-    parser.epilog = "exit status: 0 after a signal, 2 refused, 3 not ready in time, else that of the server"
+    parser.epilog = "exit status: 0 after a signal, 2 refused, else that of the server"
     parser.add_argument("--join", metavar="EXPERIMENT/TRIAL", help="the run")
     fileroot = "cluster.fileroot of the run, as this node sees it (default runs)"
     parser.add_argument("--fileroot", metavar="FOLDER", default="runs", help=fileroot)

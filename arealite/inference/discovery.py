@@ -1,6 +1,6 @@
 """Keeps the pool of servers in step with the run's registry: registered servers join, departed ones are removed.
 
-A server that is ready is contacted in the background and joins; once weights were updated, its own are unknown, so it
+A server is contacted in the background and joins; once weights were updated, its own are unknown, so it
 gets requests only after the next update. A failed contact is repeated with backoff, unless the server refuses or does
 not fit. A member leaves when its entry vanishes, or when it does not answer /health for long. Invariant: a registry
 that does not answer changes nothing, and one that has started anew, with an empty list, removes nobody.
@@ -13,7 +13,6 @@ import os
 import shlex
 import socket
 import sys
-import time
 
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ConfigError, ServerError, UnreachableError
@@ -117,9 +116,7 @@ class Membership:
             return f"the registry can't be asked: {self._outage}"
         words = [f"got {len(self._servers.servers)} of {count}"]
         for entry in self._view.servers.values():
-            words.append(f"{entry.name} at {entry.address} is {entry.state} ({time.time() - entry.since:.0f} s)")
-            if entry.state == "loading" and entry.detail:
-                words[-1] += f": {entry.detail}"
+            words.append(f"{entry.name} at {entry.address} is ready")
             if entry.address in self._failures:
                 words[-1] += f", but: {self._failures[entry.address]}"
         missing = count - len(self._view.servers)
@@ -145,7 +142,7 @@ class Membership:
 
     def _compare(self, before: View) -> None:
         """Remove servers whose entry changed, or vanished from the list of one process; contact new ones."""
-        ready = {entry.address: entry for entry in self._view.servers.values() if entry.state == "ready"}
+        ready = {entry.address: entry for entry in self._view.servers.values()}
         for address, entry in list(self._taken.items()):
             if address in ready and ready[address].incarnation != entry.incarnation:
                 self._let_go(address, "has started anew")

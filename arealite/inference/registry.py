@@ -1,9 +1,9 @@
 """The list of a run's inference servers, an HTTP endpoint. One process of the run keeps it, in memory.
 
-A server posts its entry every few seconds, so the list of a run that starts again fills by itself; trainers wait for
-changes by long-polling. An entry stays until its server, the launcher or a trainer that finds the server dead removes
-it. Invariant: the entry of an incarnation that was removed can't be posted again; a server that lives nevertheless
-takes a new incarnation, and trainers treat it as started anew.
+A server that is ready posts its entry every few seconds, so the list of a run that starts again fills by itself;
+trainers wait for changes by long-polling. An entry stays until its server, the launcher or a trainer that finds the
+server dead removes it. Invariant: the entry of an incarnation that was removed can't be posted again; a server that
+lives nevertheless takes a new incarnation, and trainers treat it as started anew.
 """
 
 import asyncio
@@ -48,15 +48,12 @@ class RemovedError(RegistryRefusedError):
 
 @dataclass(frozen=True)
 class ServerEntry:
-    """What trainers know of a server. Invariant: `ready` was answered by the server itself, at this address."""
+    """What trainers know of a server that is ready. Invariant: it has answered at this address."""
 
     name: Annotated[str, Field(pattern=r"^[\w.-]{1,200}$")]
     address: Annotated[str, AfterValidator(check_address)]  # host:port
     backend: str
     incarnation: Annotated[str, Field(min_length=1, max_length=64)]  # unique to one life of a server
-    state: Literal["loading", "ready"]
-    detail: str  # while it loads, the last line of its log
-    since: Annotated[float, Field(allow_inf_nan=False)]  # when the state began, in Unix time
 
 
 @dataclass(frozen=True)
@@ -66,10 +63,6 @@ class View:
     boot: str  # unique to the process that keeps the list
     moment: str  # differs after every change
     servers: dict[str, ServerEntry]
-
-    def named(self, name: str) -> ServerEntry | None:
-        """Return the newest entry of a name."""
-        return max((one for one in self.servers.values() if one.name == name), key=lambda one: one.since, default=None)
 
 
 _ENTRY = TypeAdapter(ServerEntry)

@@ -70,10 +70,7 @@ def test_the_command_is_the_launchers(run: RunningRun, capsys: pytest.CaptureFix
         capsys, "--join", "exp/trial", "--fileroot", str(run.fileroot), "lite.slots=8", "lite.threads=2"
     )
     ours, _, servers = shown.partition(" -- ")
-    assert (
-        status == 0
-        and f"--backend lite --name {platform.node()}-{os.getpid()} --host {LOOPBACK} --setup-timeout 600" in ours
-    )
+    assert status == 0 and f"--backend lite --name {platform.node()}-{os.getpid()} --host {LOOPBACK}" in ours
     assert (
         "-m arealite.server " in servers
         and f"--threads 2 --slots 8 --context 128 --device cpu --model-path {run.model}" in servers
@@ -204,7 +201,7 @@ def test_a_server_joins_and_leaves(run: RunningRun) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([*command, "--fileroot", str(run.fileroot)], env=environment, stdout=subprocess.DEVNULL)
     try:
-        ready = run.registry.wait_for(lambda servers: [one.state for one in servers.values()] == ["ready"], DEADLINE_S)
+        ready = run.registry.wait_for(lambda servers: len(servers) == 1, DEADLINE_S)
         (record,) = ready.values()
         assert record.name == f"{platform.node()}-{process.pid}" and record.backend == "lite"
         process.send_signal(signal.SIGINT)

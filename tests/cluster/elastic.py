@@ -107,8 +107,7 @@ class Elastic:
         folder = RunFolder(self.run.experiment.run_folder)
         with contextlib.suppress(RegistryError, OSError):
             client = RegistryClient(folder.registry, folder.secret.read_text().strip())
-            servers = asyncio.run(client.watch(timeout_s=0)).servers.values()
-            return sum(one.state == "ready" for one in servers)
+            return len(asyncio.run(client.watch(timeout_s=0)).servers)
         return 0
 
     def _live(self) -> int:

@@ -41,7 +41,7 @@ def servers(count):
         registry = RegistryClient(os.environ["AREALITE_REGISTRY"], os.environ["AREALITE_SECRET"])
         view = await registry.watch()
         while True:
-            ready = {one.name: one.address for one in view.servers.values() if one.state == "ready"}
+            ready = {one.name: one.address for one in view.servers.values()}
             if len(ready) == count: return ready
             view = await registry.watch(view.moment)
     return asyncio.run(ready())

@@ -234,7 +234,7 @@ def test_a_server_that_joins_outlives_an_attempt_and_the_run_tells_where_its_reg
         record = json.loads(pathlib.Path("runs/exp/trial/registry.json").read_text())
         assert record["address"] == os.environ["AREALITE_REGISTRY"] and record["address"].startswith("127.0.0.1:")
         registry = RegistryClient(os.environ["AREALITE_REGISTRY"], os.environ["AREALITE_SECRET"])
-        joined = ServerEntry("joined", "127.0.0.1:1", "sglang", "me", "ready", "", 0.0)
+        joined = ServerEntry("joined", "127.0.0.1:1", "sglang", "me")
         if os.environ["AREAL_RECOVER_RUN"] == "0":
             first = servers(1)
             asyncio.run(registry.put(joined))

@@ -19,7 +19,7 @@ from arealite.api.script import TRACEBACK_VARIABLE
 from arealite.inference.backends.program import ServerProgram
 from arealite.launcher.place.base import Job
 from arealite.launcher.plan.layout import foreign_servers
-from arealite.launcher.plan.plan import Placement, Plan, Run, setup_timeout_s
+from arealite.launcher.plan.plan import Placement, Plan, Run
 from arealite.utils.network import LOOPBACK
 from arealite.utils.processes import RESTART_VARIABLE
 
@@ -31,7 +31,7 @@ def server_job(config: BaseExperimentConfig, placement: Placement, host: str, gp
     kind = config.server_kind
     command = ServerProgram(config).command(index=placement.index, num_gpus=max(1, len(placement.devices)))
     serve = [sys.executable, "-m", "arealite.launcher.serve", "--backend", kind.name]
-    serve += ["--name", placement.name, "--host", host, "--setup-timeout", str(setup_timeout_s(config))]
+    serve += ["--name", placement.name, "--host", host]
     env = environment(
         config.launcher.inference_server_env_vars,
         python=command[0],

@@ -6,16 +6,15 @@
 SIGTERM hands back what runs: the server's entry is removed, trainers send nothing more, requests in flight are answered
 with the tokens so far, the server ends. A second signal, or ten seconds, end it at once.
 
-Exit status: 0 after a signal; 2 refused; 3 not ready in time; else that of the server, and 1 if that is 0. Invariant:
-the server does not outlive this program, and no entry says `ready` before the server has answered at its address and,
-if other nodes reach it, has refused a request without the secret.
+Exit status: 0 after a signal; 2 refused; else that of the server, and 1 if that is 0. Invariant: the server does not
+outlive this program, and has no entry before it has answered at its address and, if other nodes reach it, has refused a
+request without the secret.
 """
 
 import argparse
 import asyncio
 import contextlib
 import os
-import re
 import signal
 import socket
 import sys
@@ -29,7 +28,7 @@ import aiohttp
 from arealite.api.errors import ConfigError
 from arealite.api.script import show_refusal
 from arealite.api.servers import KINDS
-from arealite.inference.registry import RegistryClient, RegistryError, RegistryRefusedError, ServerEntry
+from arealite.inference.registry import RegistryClient, ServerEntry
 from arealite.launcher.place.base import Job
 from arealite.launcher.place.local import JobRun
 from arealite.launcher.serve.registration import Registration
@@ -39,14 +38,10 @@ from arealite.utils.secret import SECRET_VARIABLE, authorization, check_exposed,
 from arealite.utils.terminal import Parser
 
 REFUSED = 2
-NOT_READY = 3
 _NOTICE_S = 1.5  # what trainers get to learn that the server leaves, before its requests are aborted
 _DRAIN_S = 10.0
 _LOOK_S = 0.1
 _TIMEOUT = aiohttp.ClientTimeout(total=5.0)
-_SHOWN_CHARS = 200
-_REMEMBERED_BYTES = 4096
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x1f]")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,7 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--name", required=True, help="name of the server in its run")
     parser.add_argument("--host", default=LOOPBACK, help="address by which trainers reach this node")
     parser.add_argument("--port", type=int, default=0, help="0 is any free one")
-    parser.add_argument("--setup-timeout", type=float, default=600.0, help="seconds in which it must become ready")
     parser.add_argument(
         "--registry",
         default=os.environ.get(processes.REGISTRY_VARIABLE, ""),
@@ -80,7 +74,6 @@ class Server:
         self._address = address
         self._registration = registration
         self._secret = secret_of_environment()
-        self._last = b""
         self._run = JobRun()
         self._signalled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -91,15 +84,9 @@ class Server:
         else:
             self._signalled.set_result(None)
 
-    def _last_line(self) -> str:
-        """Return the last line it wrote, without control characters."""
-        line = re.split(r"[\r\n]+", self._last.decode(errors="replace").strip())[-1]
-        return _CONTROL.sub("", line)[:_SHOWN_CHARS] or "starting"
-
     async def run(self) -> int:
         """Start it, watch it to its end, and leave nothing behind."""
         self._ended = asyncio.create_task(self._end())  # resolves to its exit status
-        self._registration.keep(self._last_line)
         try:
             return await self._watch()
         finally:
@@ -113,12 +100,11 @@ class Server:
         is_exposed = self._secret is not None and not is_loopback(self._args.host)
         loading = asyncio.create_task(_loaded(self._address, is_exposed=is_exposed))
         ends: list[asyncio.Future[Any]] = [self._signalled, self._ended]
-        timeout_s = self._args.setup_timeout
-        await asyncio.wait([loading, *ends], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([loading, *ends], return_when=asyncio.FIRST_COMPLETED)
         if is_ready := loading.done():
             loading.result()
             print(f"serve: {name} is ready at {self._address} after {time.monotonic() - started:.1f} s", flush=True)
-            await self._registration.note_ready()
+            self._registration.keep()
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         loading.cancel()
         if self._signalled.done():
@@ -126,10 +112,6 @@ class Server:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._hand_back(), _DRAIN_S)
             return 0
-        if not self._ended.done():
-            late = f"{name} was not ready within {timeout_s:g} s"
-            print(f"serve: {late}; it last wrote: {self._last_line()}", flush=True)
-            return NOT_READY
         status = self._ended.result()
         when = "" if is_ready else " while it was loading"
         print(f"serve: {name} ended with {processes.describe_exit(status)}{when}", flush=True)
@@ -154,31 +136,24 @@ class Server:
     async def _end(self) -> int:
         host, _, port = self._address.rpartition(":")
         job = Job(self._args.name, [*self._args.command, "--host", host, "--port", port], {})
-        status = await self._run.run(job, self._pass_on)
+        status = await self._run.run(job, _pass_on)
         for pid in processes.descendants(os.getpid()):  # if its guard was killed, we have adopted what it watched over
             processes.kill_tree(pid)
         return status
 
-    def _pass_on(self, output: bytes) -> None:
-        self._last = (self._last + output)[-_REMEMBERED_BYTES:]
-        sys.stdout.buffer.write(output)
-        sys.stdout.buffer.flush()
+
+def _pass_on(output: bytes) -> None:
+    sys.stdout.buffer.write(output)
+    sys.stdout.buffer.flush()
 
 
 async def _run(args: argparse.Namespace) -> int:
-    """Register the server and run it."""
+    """Reserve an address and run the server there."""
     with _hold(args) as holder:
         address = f"{args.host}:{port_of(holder)}"
-        registration = _registration(args, address)
-        server = Server(args, address, registration)
+        server = Server(args, address, _registration(args, address))
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, server.take_signal)
-        try:
-            await registration.publish()
-        except RegistryRefusedError as error:
-            raise ConfigError(f"the registry of the run must accept this server: {error}") from error
-        except RegistryError:  # it is posted again, and a failure reported
-            pass
         return await server.run()
 
 
@@ -198,8 +173,7 @@ def _hold(args: argparse.Namespace) -> socket.socket:
 
 def _registration(args: argparse.Namespace, address: str) -> Registration:
     """Describe the server to its run, if it has one."""
-    incarnation = uuid.uuid4().hex
-    entry = ServerEntry(args.name, address, args.backend, incarnation, "loading", "starting", time.time())
+    entry = ServerEntry(args.name, address, args.backend, incarnation=uuid.uuid4().hex)
     if not args.registry:
         return Registration(None, entry)
     if (secret := secret_of_environment()) is None:

@@ -300,7 +300,7 @@ class Supervisor:
                 return ExitReason(status, f"{name} could not be started again: {error}")
         if was_ready:
             self._server_names.remove(name)
-            if self._server_names or any(one.state == "ready" for one in self._registry.servers.values()):
+            if self._server_names or self._registry.servers:
                 self._log(f"{ended}; it is left out, as others serve")
                 if name in self._expected:
                     self._expected.remove(name)
@@ -313,14 +313,13 @@ class Supervisor:
         timeout_s = setup_timeout_s(self._config)
         async with asyncio.timeout(timeout_s):
             view = await self._registry.watch()
-            while (entry := view.named(name)) is None or entry.state != "ready":
+            while name not in (ready := {one.name: one.address for one in view.servers.values()}):
                 if (now := time.monotonic()) >= next_line:
                     next_line = now + _STATUS_INTERVAL_S
-                    doing = "it has not registered yet" if entry is None else entry.detail
+                    doing = next(reversed(self._jobs.output(name).hidden), "it has written nothing")
                     self._log(f"waiting for {name} ({now - started:.0f} s of {timeout_s:g} s): {doing}")
                 view = await self._registry.watch(view.moment, next_line - now)
-        self._log(f"{name} is ready at {entry.address} after {time.monotonic() - started:.1f} s")
-        ready = {one.name: one.address for one in view.servers.values() if one.state == "ready"}
+        self._log(f"{name} is ready at {ready[name]} after {time.monotonic() - started:.1f} s")
         if not ready.keys() >= set(self._server_names):
             return
         self._are_servers_ready.set()

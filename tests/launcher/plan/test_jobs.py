@@ -111,12 +111,7 @@ def test_lite_servers(load):
     }
     serve = jobs[1].command[: jobs[1].command.index("--")]
     assert serve[:3] == [sys.executable, "-m", "arealite.launcher.serve"]
-    assert flags_of(serve) == {
-        "--backend": "lite",
-        "--name": "server-1",
-        "--host": "127.0.0.1",
-        "--setup-timeout": "600.0",
-    }
+    assert flags_of(serve) == {"--backend": "lite", "--name": "server-1", "--host": "127.0.0.1"}
     assert jobs[0].env["OMP_NUM_THREADS"] == "2"
 
 

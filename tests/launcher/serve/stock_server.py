@@ -70,7 +70,7 @@ async def _ok() -> web.Response:
 if "daemon" in behaviours:
     daemon = subprocess.Popen(["sleep", "600"], start_new_session=True)
     print(f"daemon {daemon.pid}", flush=True)
-print("\x1b[32mLoading\x1b[0m weights:  50%\r", end="", flush=True)
+print("Loading weights:  50%", flush=True)
 if "hang" in behaviours:
     signal.pause()
 if "die" in behaviours:

@@ -36,7 +36,7 @@ async def test_the_entry_of_a_killed_server_does_not_make_its_successor_ready(tm
     run = Run(config, make_plan(config), Path("entry.py"), [])
     run.folder.logs.mkdir(parents=True)
     registry = Registry(None)
-    await registry.put(ServerEntry("server-0", "127.0.0.1:9", "lite", "killed", "ready", "", 12.5))
+    await registry.put(ServerEntry("server-0", "127.0.0.1:9", "lite", "killed"))
     async with asyncio.timeout(120):
         end = await Supervisor(run, SilentPlace(), registry, "secret").supervise(None, 0.0)
     assert end.status == SERVER_FAILED
@@ -54,7 +54,7 @@ class ReadyOnceSlot(LocalSlot):
     async def run(self, job: Job, output: Callable[[bytes], None]) -> int:
         command = "sleep 60"
         if self._is_first:
-            await self._registry.put(ServerEntry(job.name, "127.0.0.1:9", "lite", "first", "ready", "", 12.5))
+            await self._registry.put(ServerEntry(job.name, "127.0.0.1:9", "lite", "first"))
             command = f"until grep -q 'is ready at' '{self._log}'; do sleep 0.02; done"
         return await super().run(Job(job.name, ["sh", "-c", command], {}), output)
 
