@@ -12,35 +12,16 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import NoReturn
 
-_COLOURS = {logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "1;31"}
 _CHOICE = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)$", re.DOTALL)
 
 
 def setup_logging() -> None:
-    """Send this process's records to stderr: ours from INFO, those of libraries from WARNING.
-
-    A program that has configured logging keeps its configuration.
-    """
+    """Send this process's records to stderr, as `09:31:02 WARNING arealite.server: text`: ours from INFO, those of
+    libraries from WARNING. A program that has configured logging keeps its configuration."""
     if logging.getLogger().handlers:
         return
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(OneLineFormatter(colour=sys.stderr.isatty()))
-    logging.basicConfig(handlers=[handler], level=logging.WARNING)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("arealite").setLevel(logging.INFO)
-
-
-class OneLineFormatter(logging.Formatter):
-    """Formats `09:31:02 WARNING arealite.server: text`; with `colour`, levels from WARNING on are coloured."""
-
-    def __init__(self, *, colour: bool) -> None:
-        super().__init__("%(asctime)s %(level)s %(name)s: %(message)s", datefmt="%H:%M:%S")
-        self._colour = colour
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line; a traceback follows on lines of its own."""
-        colour = _COLOURS.get(record.levelno) if self._colour else None
-        record.level = f"\x1b[{colour}m{record.levelname}\x1b[0m" if colour else record.levelname
-        return super().format(record)
 
 
 class Parser(argparse.ArgumentParser):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import re
 import subprocess
 import sys
@@ -12,14 +11,7 @@ from pathlib import Path
 import pytest
 
 import arealite
-from arealite.utils.terminal import OneLineFormatter, Parser
-
-
-def test_line():
-    record = logging.LogRecord("server", logging.WARNING, "", 0, "%d slots", (3,), None)
-    assert re.fullmatch(r"\d\d:\d\d:\d\d WARNING server: 3 slots", OneLineFormatter(colour=False).format(record))
-    assert "\x1b[33mWARNING\x1b[0m server: 3 slots" in OneLineFormatter(colour=True).format(record)
-
+from arealite.utils.terminal import Parser
 
 SETUP = """
 import logging
