@@ -17,7 +17,7 @@ import yaml
 from arealite.api.cli_args import to_yaml
 from arealite.api.config.run import declared_check, load_run_config
 from arealite.api.errors import NODE_LOST, REFUSED, ConfigError, require_linux
-from arealite.api.run_folder import OF_TRIAL, RunFolder
+from arealite.api.run_folder import OF_TRIAL
 from arealite.api.script import show_refusal
 from arealite.inference.registry import Registry
 from arealite.launcher.place.base import Place
@@ -25,7 +25,7 @@ from arealite.launcher.plan.jobs import environment, plan_lines
 from arealite.launcher.plan.plan import Run, checked_plan, entry_script, setup_timeout_s, trains
 from arealite.launcher.supervise.supervisor import Supervisor, pause_s
 from arealite.utils.files import empty_folder, file_lock, reading, require_object, write_atomically, writing
-from arealite.utils.processes import describe_exit, die_with_parent, exit_status, kill_tree
+from arealite.utils.processes import describe_exit, exit_status
 from arealite.utils.secret import ensure_secret
 from arealite.utils.terminal import Parser, until_reader_leaves
 
@@ -109,20 +109,16 @@ def preflight(run: Run, *, is_dry_run: bool = False, is_here: bool = False) -> N
         hidden = {"CUDA_VISIBLE_DEVICES": ""}
     print(f"checking {topics} (launcher.preflight=false skips it)", file=sys.stderr, flush=True)
     output = None if is_dry_run else 2  # a declaration is shown with the plan
-    command, ours = [sys.executable, "-P", "-m", *program, str(run.entry), *run.argv], os.getpid()
+    python = [sys.executable, "-P", "-m"]
+    command = [*python, "arealite.launcher.place.guard", *python, *program, str(run.entry), *run.argv]
     env = os.environ | environment(run.config.launcher.trainer_env_vars) | hidden
-    check = subprocess.Popen(
-        command, env=env, stdin=subprocess.DEVNULL, stdout=output, preexec_fn=lambda: die_with_parent(ours)
-    )
-    try:
-        status = exit_status(check.wait(setup_timeout_s(run.config)))
-        end = f"ended with {describe_exit(status)}"
-    except subprocess.TimeoutExpired:
-        status, end = -1, f"took longer than {setup_timeout_s(run.config):g} s"
-    finally:
-        if check.poll() is None:
-            kill_tree(check.pid)
-            check.wait()
+    timeout_s = setup_timeout_s(run.config)
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=output) as check:  # which closes the stdin
+        try:
+            status = exit_status(check.wait(timeout_s))
+            end = f"ended with {describe_exit(status)}"
+        except subprocess.TimeoutExpired:
+            status, end = -1, f"took longer than {timeout_s:g} s"
     if status == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if status == _PROBLEMS:
@@ -156,7 +152,6 @@ def launch(
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(file_lock(run.folder.launcher_lock, timeout_s=lock_timeout_s))
-            held.callback(_leave_no_empty, run.folder)
             if restart is None and _is_done(run):
                 print(
                     f"this run has finished: {run.folder.report}. trial_name=... starts another one, more "
@@ -171,15 +166,6 @@ def launch(
         except (OSError, ValueError) as error:
             raise ConfigError(str(error)) from error
         return asyncio.run(_run(run, place, secret, restart))
-
-
-def _leave_no_empty(folder: RunFolder) -> None:
-    """Remove the folder of a refused run, and that of its experiment, if it has nothing but the lock we hold."""
-    with contextlib.suppress(OSError):
-        if os.listdir(folder.path) == [folder.launcher_lock.name]:
-            folder.launcher_lock.unlink()
-            folder.path.rmdir()
-            folder.path.parent.rmdir()
 
 
 def _is_done(run: Run) -> bool:

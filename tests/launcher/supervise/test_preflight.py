@@ -72,7 +72,6 @@ def test_problems_are_one_line_each_and_nothing_starts(folder: Path) -> None:
     assert lines[1].startswith("problem: outputs: stats_logger.wandb.mode must name a service whose package is inst")
     assert lines[2].startswith("problem: data: batch_size must lie in 1..8, the rows of the dataset: got 9")
     assert lines[3] == "ConfigError: the problems above must be solved: nothing was started."
-    assert [*(folder / "runs").iterdir()] == [], "nothing is left of a run that has not begun"
 
 
 @pytest.mark.parametrize(
