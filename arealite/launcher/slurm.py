@@ -86,10 +86,6 @@ def batch_script(run: Run) -> str:
         f"--chdir={Path.cwd()}",
         f"--signal=B:TERM@{math.ceil(launcher.stop_timeout) + _END_S}",  # a time limit ends in a clean stop
     ]
-    if broken := [option for option in options if len(option.splitlines()) > 1]:
-        raise ConfigError(
-            f"the working folder and cluster.fileroot must be paths without line breaks: got {broken[0]!r}. Rename one."
-        )
     users = [line for line in launcher.slurm.sbatch_additional_args.splitlines() if line.strip()]
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in [*map(shlex.quote, options), *users])]
     command = [sys.executable, "-m", "arealite.launcher.place.slurm", str(run.entry), *run.argv]
