@@ -1,7 +1,7 @@
 """`python -m arealite.launcher.serve.sglang_server [--check] FLAGS`: SGLang's own server, after a check of its flags.
 
 Runs in SGLang's environment, which lacks our dependencies. SGLang's own parser and rules judge the flags; we also
-refuse what would hang later or corrupt training data.
+refuse what would fail later or corrupt training data.
 """
 
 import argparse
@@ -58,20 +58,7 @@ def check_flags(flags: list[str]) -> tuple[list[str], dict[str, object]]:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Refuse what would hang later, as nodes that can't meet do, or corrupt training data."""
-    if options.nnodes < 1 or not 0 <= options.node_rank < options.nnodes:
-        raise ConfigError(
-            f"node_rank must be from 0 to nnodes - 1: got node_rank {options.node_rank} and nnodes {options.nnodes}. "
-            "Number the nodes of a server from 0."
-        )
-    if options.nnodes > 1 and not options.dist_init_addr:
-        raise ConfigError(
-            f"dist_init_addr must be given if nnodes is above 1: got nnodes {options.nnodes} and no address. "
-            "Add dist_init_addr=HOST:PORT of node 0, the same on every node."
-        )
-    if (num_devices := options.tp_size * options.pp_size) % options.nnodes:
-        told = f"got {options.nnodes} and {num_devices}"
-        raise ConfigError(f"nnodes must divide tp_size * pp_size: {told}. Change one of them.")
+    """Refuse what would fail later or corrupt training data."""
     if getattr(options, "tokenizer_worker_num", 1) > 1 and secret_of_environment():
         raise ConfigError(
             f"tokenizer_worker_num must be 1 for a server with a secret: got {options.tokenizer_worker_num}, whose "

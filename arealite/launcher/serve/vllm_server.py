@@ -5,7 +5,6 @@ our defaults.
 """
 
 import argparse
-import importlib
 import json
 import os
 import sys
@@ -14,7 +13,6 @@ from collections.abc import Collection, Sequence
 from arealite.api.errors import ConfigError
 from arealite.launcher.serve.wrapper import RequireSecret, strict, wrap
 
-_WEIGHTS_MODULE = "arealite.launcher.serve.vllm_weights"
 _DEFAULTS = {
     "generation_config": "vllm",  # else the model's file would change the sampling of requests
     "logprobs_mode": "processed_logprobs",  # after temperature, top-p and top-k
@@ -38,6 +36,8 @@ def check_flags(flags: list[str]) -> tuple[argparse.Namespace, dict[str, object]
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.entrypoints.cli.serve import FlexibleArgumentParser, ServeSubcommand, make_arg_parser
         from vllm.platforms import current_platform
+
+        from arealite.launcher.serve import vllm_weights as weights
     except ImportError as error:
         raise ConfigError(
             f"the interpreter of the servers must have a working vLLM: got {sys.executable}, where importing it fails "
@@ -46,10 +46,11 @@ def check_flags(flags: list[str]) -> tuple[argparse.Namespace, dict[str, object]
     device = current_platform.device_type
     parser_class = strict(FlexibleArgumentParser, program="vLLM", block="vllm")
     parser = make_arg_parser(parser_class(prog="python -m arealite.launcher.serve.vllm_server", allow_abbrev=False))
-    known = {action.dest for action in parser._actions}
-    weight_transfer = _weight_transfer()
-    wanted = _DEFAULTS | weight_transfer | (_CPU_DEFAULTS if device == "cpu" else {})
-    parser.set_defaults(**{name: value for name, value in wanted.items() if name in known})
+    weight_transfer = {
+        "worker_extension_cls": f"{weights.__name__}.{weights.WorkerExtension.__name__}",
+        "weight_transfer_config": json.dumps({"backend": weights.BACKEND}),
+    }
+    parser.set_defaults(**_DEFAULTS, **weight_transfer, **(_CPU_DEFAULTS if device == "cpu" else {}))
     args: argparse.Namespace = parser.parse_args(without_needless(flags, parser._option_string_actions))
     try:
         ServeSubcommand().validate(args)
@@ -59,8 +60,7 @@ def check_flags(flags: list[str]) -> tuple[argparse.Namespace, dict[str, object]
             f"vLLM's flags must agree with each other and with the model: got {_one_line(error)}"
         ) from error
     check_embeddings(model.model, is_tied=model.hf_text_config.tie_word_embeddings, device=device)
-    program = {"program": "vllm", "version": vllm.__version__, "device": device, "broadcast": bool(weight_transfer)}
-    return args, program
+    return args, {"program": "vllm", "version": vllm.__version__, "device": device}
 
 
 def check_embeddings(model: str, *, is_tied: bool, device: str) -> None:
@@ -78,18 +78,6 @@ def without_needless(flags: Sequence[str], options: Collection[str]) -> list[str
     """Drop `--no-X` where a parser with these `options` knows only X, which is off unless it is given."""
     needless = {f"--no-{option.removeprefix('--')}" for option in options} - set(options)
     return [flag for flag in flags if flag not in needless]
-
-
-def _weight_transfer() -> dict[str, object]:
-    """Return the defaults that let our extension receive weights; none for a vLLM without an interface for it."""
-    try:
-        weights = importlib.import_module(_WEIGHTS_MODULE)
-    except ImportError:
-        return {}
-    return {
-        "worker_extension_cls": f"{_WEIGHTS_MODULE}.{weights.WorkerExtension.__name__}",
-        "weight_transfer_config": json.dumps({"backend": weights.BACKEND}),
-    }
 
 
 def _one_line(error: Exception) -> str:

@@ -27,7 +27,6 @@ from arealite.utils.fingerprint import differing, fingerprints
 from arealite.utils.weight_transfer import BroadcastGroup, are_of_one_update, close_group, join_group, receive_bucket
 
 BACKEND = "arealite"  # name of the engine in vLLM's --weight-transfer-config
-_log = logging.getLogger(finalize_layerwise_reload.__module__)
 
 
 @dataclass
@@ -63,7 +62,6 @@ class BroadcastWeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         super().__init__(*args)
         self._groups: dict[str, BroadcastGroup] = {}
         self.received: dict[str, str] = {}  # fingerprint of each tensor, of the last update that brought it
-        self._num_received = 0  # tensors of this update
 
     def init_transfer_engine(self, init_info: GroupInfo) -> None:
         """Join a group; leave those of another update."""
@@ -83,7 +81,6 @@ class BroadcastWeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
 
     def start_weight_update(self) -> None:
         """Make vLLM buffer the tensors of each layer until the layer is complete."""
-        self._num_received = 0
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -102,16 +99,11 @@ class BroadcastWeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         specs = zip(update_info.names, update_info.shapes, update_info.dtypes, strict=True)
         bucket = receive_bucket([self._groups[name] for name in update_info.group_name], specs)
         self.received |= fingerprints(bucket)
-        self._num_received += len(bucket)
         self.model.load_weights(bucket.items())
 
     def finish_weight_update(self) -> None:
         """Finish the layers that vLLM loads last; those that a partial update leaves out keep their weights."""
-        _log.disabled = self._num_received < len(self.received)  # else it complains of each of them
-        try:
-            finalize_layerwise_reload(self.model, self.model_config)
-        finally:
-            _log.disabled = False
+        finalize_layerwise_reload(self.model, self.model_config)
 
     def abandon(self) -> None:
         """Restore the old weights of incomplete layers. Idempotent."""
@@ -164,10 +156,6 @@ class WorkerExtension:
         self._weight_update_active = False
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Tell whether checkpoints have weights for a layer that received none."""
-    return record.args != ("RotaryEmbedding",)
-
-
-_log.addFilter(_is_news)
+# It warns of every layer that received no weights, as partial updates leave most of them out.
+logging.getLogger(finalize_layerwise_reload.__module__).setLevel(logging.ERROR)
 WeightTransferEngineFactory.register_engine(BACKEND, BroadcastWeightEngine)

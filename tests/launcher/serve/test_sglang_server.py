@@ -33,42 +33,16 @@ print(json.dumps(results))
 """
 
 
-def options(nnodes: int, node_rank: int, address: str | None, num_devices: int) -> Namespace:
-    return Namespace(nnodes=nnodes, node_rank=node_rank, dist_init_addr=address, tp_size=num_devices, pp_size=1)
-
-
-@pytest.mark.parametrize("nnodes, node_rank, address, num_devices", [(1, 0, None, 3), (2, 1, "host:5000", 4)])
-def test_nodes_that_can_meet_are_taken(nnodes: int, node_rank: int, address: str | None, num_devices: int) -> None:
-    check_options(options(nnodes, node_rank, address, num_devices))
-
-
-@pytest.mark.parametrize(
-    "nnodes, node_rank, address, num_devices, message",
-    [
-        (2, 0, None, 2, "dist_init_addr must be given if nnodes is above 1: got nnodes 2"),
-        (2, 2, "host:5000", 2, "node_rank must be from 0 to nnodes - 1: got node_rank 2 and nnodes 2"),
-        (0, 0, None, 1, "got node_rank 0 and nnodes 0"),
-        (2, 0, "host:5000", 3, "nnodes must divide tp_size \\* pp_size: got 2 and 3"),
-    ],
-)
-def test_nodes_that_would_wait_for_ever_are_refused(
-    nnodes: int, node_rank: int, address: str | None, num_devices: int, message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_options(options(nnodes, node_rank, address, num_devices))
-
-
 def test_a_cache_of_images_that_outlives_their_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_VLM_CACHE_SIZE_MB", "100")
     with pytest.raises(ConfigError, match=r"^SGLANG_VLM_CACHE_SIZE_MB must be 0: got 100, with which images"):
-        check_options(options(1, 0, None, 1))
+        check_options(Namespace())
     monkeypatch.setenv("SGLANG_VLM_CACHE_SIZE_MB", "0")
-    check_options(options(1, 0, None, 1))
+    check_options(Namespace())
 
 
 def test_memory_is_given_back_only_where_the_package_for_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    flags = options(1, 0, None, 1)
-    flags.enable_memory_saver = True
+    flags = Namespace(enable_memory_saver=True)
     with pytest.raises(ConfigError, match=r"^torch_memory_saver must be installed beside SGLang for enable_memory_s"):
         check_options(flags)
     (tmp_path / "torch_memory_saver.py").touch()
@@ -88,13 +62,12 @@ def test_an_interpreter_without_sglang_is_refused(capsys: pytest.CaptureFixture[
 @needs_sglang
 def test_the_installed_sglang_judges_its_flags(tmp_path: Path) -> None:
     model = ["--model-path", tiny_models.save_qwen3(tmp_path / "model", seed=1), *CPU]
-    taken, unknown, invalid, conflicting, alone, cutting, missing = run_checks(
+    taken, unknown, invalid, conflicting, cutting, missing = run_checks(
         [
             [*model, "--weight-version", "0"],
             [*model, "--tp-sise", "2"],
             [*model, "--dtype", "float33"],
             [*model, "--enable-deterministic-inference"],
-            [*model, "--tp-size", "2", "--nnodes", "2"],
             [*model, "--allow-auto-truncate"],
             ["--model-path", str(tmp_path / "nothing"), *CPU],
         ]
@@ -107,7 +80,6 @@ def test_the_installed_sglang_judges_its_flags(tmp_path: Path) -> None:
         (unknown, "got unrecognized arguments: --tp-sise 2. Write --tp-size"),
         (invalid, "got argument --dtype: invalid choice: 'float33'"),
         (conflicting, "backends are supported for deterministic inference"),
-        (alone, "dist_init_addr must be given"),
         (cutting, "allow_auto_truncate must be off"),
         (missing, "nothing"),
     ]:
