@@ -5,6 +5,7 @@ our defaults.
 """
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -37,7 +38,7 @@ def check_flags(flags: list[str]) -> tuple[argparse.Namespace, dict[str, object]
         from vllm.entrypoints.cli.serve import FlexibleArgumentParser, ServeSubcommand, make_arg_parser
         from vllm.platforms import current_platform
 
-        from arealite.launcher.serve import vllm_weights as weights
+        weights = importlib.import_module("arealite.launcher.serve.vllm_weights")
     except ImportError as error:
         raise ConfigError(
             f"the interpreter of the servers must have a working vLLM: got {sys.executable}, where importing it fails "
