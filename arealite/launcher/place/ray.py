@@ -6,6 +6,7 @@ memory of its job and carries bytes between the job's relay and the launcher. Ra
 
 import asyncio
 import contextlib
+import hashlib
 import importlib.util
 import logging
 import os
@@ -14,7 +15,6 @@ import shutil
 import socket
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +29,6 @@ from arealite.launcher.place.local import READ_BYTES
 from arealite.launcher.place.relay import RelayPlace, RelaySlot
 from arealite.launcher.plan.plan import Placement, Plan, cpus_and_mebibytes
 from arealite.utils.devices import visible_gpus
-from arealite.utils.files import file_lock
 from arealite.utils.secret import ensure_secret
 
 with contextlib.suppress(ModuleNotFoundError):  # a plan is made without Ray; `connect` reports its absence
@@ -41,7 +40,6 @@ with contextlib.suppress(ModuleNotFoundError):  # a plan is made without Ray; `c
 _CONNECT_S = 10.0
 _RETRY_S = 1.0
 _CLOSE_S = 10.0  # for a job's processes and its relay to end after they were asked to
-_YOUNG_S = 60.0  # a folder of this age may not be locked yet, unless Ray has started there
 _FORWARDED = re.compile(
     r"(AREAL|HF_|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|WANDB|SWANLAB|TRACKIO|NCCL|GLOO|TORCH|PYTORCH|TRITON|SGL|VLLM|PYTHON)"
     r"[A-Z0-9_]*|(?i:(http|https|no)_proxy)"
@@ -222,32 +220,22 @@ def last_line(error: BaseException) -> str:
 def own_ray(run: RunFolder, num_gpus: int) -> Iterator[None]:
     """Run a private single-node Ray for the workers of a master outside a cluster; the block must shut it down.
 
-    It listens on all interfaces and runs what it is sent, for clients that know the run's secret.
+    It listens on all interfaces and runs what it is sent, for clients that know the run's secret. The folder of its
+    logs and sockets, whose paths must be short, is the same for every master of a run, of which there is one at a time.
     """
     run.path.mkdir(parents=True, exist_ok=True)
     ensure_secret(run.path)
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(run.secret)
     ray._raylet.AuthenticationTokenLoader.instance().reset_cache()  # of another run in this process
-    with _ray_folder() as folder:
-        _start_ray(num_gpus, folder)
+    name = f"arealite-ray-{hashlib.blake2b(str(run.path.resolve()).encode(), digest_size=6).hexdigest()}"
+    folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), name)
+    shutil.rmtree(folder, ignore_errors=True)  # of a master that was killed
+    folder.mkdir(mode=0o700)
+    try:
+        _start_ray(num_gpus, str(folder))
         yield
-
-
-@contextlib.contextmanager
-def _ray_folder() -> Iterator[str]:
-    """Make a folder for Ray's logs and sockets, whose paths must be short; remove it, and those of dead masters."""
-    base = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
-    for left in base.glob("arealite-ray-*"):
-        with contextlib.suppress(OSError):  # of another user, or of a running master
-            was_locked = any(left.glob("session*")) or time.time() - left.stat().st_mtime > _YOUNG_S
-            if left.stat().st_uid == os.geteuid() and was_locked:
-                with file_lock(left / "lock", timeout_s=0.0):
-                    shutil.rmtree(left, ignore_errors=True)
-    with (
-        tempfile.TemporaryDirectory(prefix="arealite-ray-", dir=base, ignore_cleanup_errors=True) as folder,
-        file_lock(Path(folder, "lock"), timeout_s=0.0),
-    ):
-        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _start_ray(num_gpus: int, folder: str) -> None:
