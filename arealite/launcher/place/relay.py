@@ -15,7 +15,6 @@ import dataclasses
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -27,7 +26,7 @@ from arealite.api.errors import ConfigError
 from arealite.launcher.place.base import Job, NodeLostError, Place
 from arealite.launcher.place.local import JobRun
 from arealite.launcher.plan.plan import Placement, Plan, setup_timeout_s
-from arealite.utils.network import hold_port, host_ip, port_of
+from arealite.utils.network import LOOPBACK, address_toward, hold_port, port_of
 from arealite.utils.processes import adopt_orphans, descendants, kill_tree
 
 _ALIVE_S = 2.0
@@ -64,7 +63,6 @@ class RelaySlot:
                 f"{self.node} must have version {arealite.__version__} of arealite, as the launcher: got "
                 f"{hello['version']}. Install the same version on every node."
             )
-        self.host: str = hello["node"]
         self.address: str = hello["address"]
         self.port: int = hello["port"]
         self.gpus: Sequence[str] = hello["gpus"]
@@ -178,16 +176,16 @@ def _write(frame: dict[str, Any]) -> None:
         sys.stdout.buffer.flush()
 
 
-async def _relay(toward: str | None, gpus: list[str], watchdog_s: float) -> int:
+async def _relay(toward: str, gpus: list[str], watchdog_s: float) -> int:
     """Run the job that stdin names."""
     loop = asyncio.get_running_loop()
     lines = asyncio.StreamReader(limit=_LINE_BYTES)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     run, named = JobRun(), loop.create_future()
     loop.add_signal_handler(signal.SIGTERM, run.terminate)
-    address = host_ip(toward) if toward else host_ip()
+    address = LOOPBACK if toward == LOOPBACK else address_toward(toward)
     with hold_port(address) as holder:
-        slot = {"node": socket.gethostname(), "address": address, "port": port_of(holder), "gpus": gpus}
+        slot = {"address": address, "port": port_of(holder), "gpus": gpus}
         _write({"hello": slot | {"version": arealite.__version__}})
         tasks = [loop.create_task(_live()), loop.create_task(_obey(lines, run, named, watchdog_s))]
         if (job := await named) is None:
@@ -244,7 +242,7 @@ def _gpus(devices: str | None) -> list[str]:
 def main() -> int:
     """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m arealite.launcher.place.relay", description="Run one job.")
-    parser.add_argument("--toward", metavar="HOST", help="node that must reach this one; picks the interface")
+    parser.add_argument("--toward", metavar="HOST", required=True, help="node that must reach this one")
     parser.add_argument("--devices", metavar="I,J,...", help="which of the visible GPUs the slot has; default is all")
     parser.add_argument("--watchdog", metavar="SECONDS", type=float, default=0.0, help="0 trusts a silent launcher")
     args = parser.parse_args()

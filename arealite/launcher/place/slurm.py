@@ -24,8 +24,7 @@ from arealite.launcher.place.local import READ_BYTES
 from arealite.launcher.place.relay import RelayPlace, RelaySlot
 from arealite.launcher.plan.plan import Placement, Plan, Run
 from arealite.launcher.supervise.run import command, launch
-from arealite.utils.network import LOOPBACK, host_ip
-from arealite.utils.secret import is_loopback
+from arealite.utils.network import LOOPBACK, address_toward
 
 _RETRY_S = 10.0
 _CLOSE_S = 10.0  # for a job's processes and its relay to end after they were asked to
@@ -72,19 +71,7 @@ class SlurmPlace(RelayPlace):
             ServerProgram(config).check_installed()
 
     def registry_host(self, plan: Plan) -> str:
-        return host_ip(self._nodes[1]) if plan.num_nodes > 1 else LOOPBACK
-
-    async def take(self, placements: Sequence[Placement]) -> Sequence[RelaySlot]:
-        """Start a step for each placement; NodeLostError names a node where none starts."""
-        slots = await super().take(placements)
-        unreachable = [slot.node for slot in slots if is_loopback(slot.address)]
-        if unreachable and len({slot.host for slot in slots}) > 1:
-            await asyncio.gather(*(slot.close() for slot in slots))
-            raise ConfigError(
-                f"every node must have an address that others reach: got a loopback for {', '.join(unreachable)}. "
-                "Make the names of Slurm's nodes resolve on all nodes."
-            )
-        return slots
+        return address_toward(self._nodes[1]) if plan.num_nodes > 1 else LOOPBACK
 
     def nodes_answer(self) -> bool:
         """Tell whether a step starts on every node."""
@@ -97,6 +84,7 @@ class SlurmPlace(RelayPlace):
         return done.returncode == 0
 
     async def _take(self, placement: Placement) -> SlurmSlot:
+        """Start a step; NodeLostError names a node where none starts."""
         node = self._nodes[placement.node]
         num_nodes = self._plan.num_nodes
         neighbour = self._nodes[(placement.node + 1) % num_nodes] if num_nodes > 1 else LOOPBACK
