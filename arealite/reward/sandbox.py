@@ -126,12 +126,6 @@ class Sandbox:
     isolation: Literal["bubblewrap", "process"] = "bubblewrap"
     max_concurrent: int | None = None
 
-    def __post_init__(self) -> None:
-        if self.isolation not in ("bubblewrap", "process"):
-            raise ConfigError(f"isolation must be bubblewrap or process: got {self.isolation!r}. Use bubblewrap.")
-        if self.max_concurrent is not None and self.max_concurrent < 1:
-            raise ConfigError(f"max_concurrent of a sandbox must be positive: got {self.max_concurrent}. Use None.")
-
     async def run(
         self, program: Program, *, files: Files | None = None, stdin: str | bytes = "", limits: Limits | None = None
     ) -> SandboxResult:
@@ -162,7 +156,7 @@ class Sandbox:
         for name in files:
             if PurePosixPath(name).is_absolute() or not name or {"", ".", ".."} & {*name.split("/")}:
                 raise ValueError(f"a file of a sandbox must have a relative name: got {name!r}. Write e.g. data/a.txt.")
-        confine = _isolated if self.isolation == "bubblewrap" else _limited
+        confine = _limited if self.isolation == "process" else _isolated
         with ExitStack() as cleanup:
             command = confine(program, files, limits, cleanup)
             return _run(command, stdin, limits, is_given_up or threading.Event(), cleanup)
