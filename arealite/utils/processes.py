@@ -133,15 +133,6 @@ def shared_memory(pids: Iterable[int]) -> set[str]:
     return {entry.path for entry in os.scandir("/dev/shm") if entry.inode() in inodes} if inodes else set()
 
 
-def sockets(pids: Iterable[int]) -> set[str]:
-    """Return the files of the Unix sockets that processes have bound."""
-    paths = set()
-    for pid in pids:
-        with contextlib.suppress(psutil.Error, OSError):  # it may be gone
-            paths |= {str(one.laddr) for one in psutil.Process(pid).net_connections("unix")}
-    return {path for path in paths if path.startswith("/")}
-
-
 def send_signal(pid: int, number: int) -> None:
     """Signal a process that may be gone already."""
     with contextlib.suppress(ProcessLookupError):

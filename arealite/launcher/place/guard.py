@@ -1,9 +1,9 @@
 """`python -m arealite.launcher.place.guard COMMAND...`: nothing outlives the command or the guard's owner.
 
 The owner holds the other end of the guard's stdin and never writes to it. When that end or the command ends, all
-descendants get SIGKILL, daemons included, and the shared memory that they had made and the sockets that they had bound
-are removed. SIGTERM goes to the command alone. The exit status is the command's, 128 + n if signal n ended it. If the
-guard itself is killed, the kernel kills the command.
+descendants get SIGKILL, daemons included, and the shared memory that they had made is removed. SIGTERM goes to the
+command alone. The exit status is the command's, 128 + n if signal n ended it. If the guard itself is killed, the kernel
+kills the command.
 """
 
 import contextlib
@@ -22,8 +22,7 @@ def main(command: list[str]) -> int:
     processes.adopt_orphans()
     processes.raise_file_limit()
     guard = os.getpid()
-    # The command may map data that was there, and is given the ends of our caller's sockets.
-    of_others = {str(path) for path in Path("/dev/shm").glob("*")} | processes.sockets([guard])
+    of_others = {str(path) for path in Path("/dev/shm").glob("*")}  # the command may map data that was there
     try:
         job = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=lambda: processes.die_with_parent(guard))
     except OSError as error:
@@ -32,8 +31,7 @@ def main(command: list[str]) -> int:
     left: set[str] = set()
 
     def look() -> None:
-        pids = processes.descendants(guard)
-        left.update(processes.shared_memory(pids), processes.sockets(pids))
+        left.update(processes.shared_memory(processes.descendants(guard)))
 
     def terminate(number: int, frame: object) -> None:
         look()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -12,13 +11,11 @@ from pathlib import Path
 import pytest
 
 HOLDER = """
-import multiprocessing, os, socket, sys, time
+import multiprocessing, os, time
 from multiprocessing import resource_tracker, shared_memory
 
 def hold(name, semaphore):
     memory = shared_memory.SharedMemory(name)
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(sys.argv[1])
     print("held", flush=True)
     time.sleep(600)
 
@@ -33,17 +30,16 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("ending", ["terminate", "close", "kill the command"])
-def test_shared_memory_and_sockets_go_with_their_processes(tmp_path: Path, ending: str) -> None:
+def test_shared_memory_goes_with_its_processes(tmp_path: Path, ending: str) -> None:
     (tmp_path / "holder.py").write_text(HOLDER)
-    bound = str(tmp_path / "socket")
     guard = subprocess.Popen(
-        [sys.executable, "-m", "arealite.launcher.place.guard", sys.executable, str(tmp_path / "holder.py"), bound],
+        [sys.executable, "-m", "arealite.launcher.place.guard", sys.executable, str(tmp_path / "holder.py")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
     assert guard.stdout is not None and guard.stdin is not None
-    left = [Path(bound), *(Path("/dev/shm") / name for name in guard.stdout.readline().split())]
+    left = [Path("/dev/shm") / name for name in guard.stdout.readline().split()]
     assert guard.stdout.readline() == "held\n" and all(path.exists() for path in left)
     if ending == "terminate":
         guard.terminate()
@@ -76,17 +72,3 @@ def test_a_file_that_was_in_shared_memory_before_stays() -> None:
         assert guard.stdout is not None and guard.stdout.readline() == "held\n"
         guard.communicate(timeout=120)  # closes its stdin
         assert Path(file.name).exists()
-
-
-def test_the_socket_of_its_caller_stays(tmp_path: Path) -> None:
-    """What accepts a connection at a path has a socket of that path."""
-    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as end:
-        listener.bind(path := str(tmp_path / "socket"))
-        listener.listen()
-        end.connect(path)
-        ours, _ = listener.accept()
-        with ours:
-            command = [sys.executable, "-m", "arealite.launcher.place.guard", "sleep", "600"]
-            guard = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=ours)
-            guard.communicate(timeout=120)  # closes its stdin
-    assert Path(path).exists()
