@@ -71,14 +71,6 @@ def machine() -> str:
     return f"{boot}-{os.readlink('/proc/self/ns/pid').strip('pid:[]')}"
 
 
-def catches(pid: int, number: int) -> bool:
-    """Return True if a process has a handler for a signal."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
-        return bool(int(status.partition("\nSigCgt:")[2].split()[0], 16) >> (number - 1) & 1)
-    return False
-
-
 def descendants(pid: int) -> list[int]:
     """Return the living descendants of a process, parents first."""
     with contextlib.suppress(psutil.NoSuchProcess):

@@ -25,7 +25,7 @@ import psutil
 from arealite.api.script import SourceLine, users_line
 from arealite.utils.files import free_space
 from arealite.utils.heartbeat import STACKS_SIGNAL
-from arealite.utils.processes import catches, identity, machine, send_signal
+from arealite.utils.processes import identity, machine, send_signal
 
 _STACKS_S = 1.0
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?+) in (?P<function>.*)$')
@@ -119,7 +119,7 @@ def collect(folder: Path, expected: Sequence[str], *, stalled_s: float) -> Evide
     for path in folder.glob("*.stacks"):
         name, started, _ = path.name.rsplit(".", 2)
         pid = int(started.partition("-")[0])
-        if started == identity(pid) and catches(pid, STACKS_SIGNAL):  # the signal would end another process
+        if started == identity(pid):  # the signal would end another process
             stacks[name, pid] = path
             os.truncate(path, 0)
             send_signal(pid, STACKS_SIGNAL)

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from arealite.utils import heartbeat
-from arealite.utils.processes import catches
 from arealite.watchdog.stall import Process, collect, read_heartbeats, stacks_of
 
 PRELUDE = "import os, sys, threading, time\nfrom arealite.utils import heartbeat\n"
@@ -107,9 +106,3 @@ stuck()
         (one,) = collect(tmp_path / "progress", [], stalled_s=5).processes
         assert (one.pid, one.count) == (process.pid, 1) and one.state == "running" and one.silent_s > 2
     assert [line.function for line in stacks_of(one.stacks)[-1] if line.file == "<string>"] == ["stuck", "<module>"]
-
-
-def test_the_signal_is_not_sent_to_processes_that_would_die_of_it() -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        assert not catches(process.pid, heartbeat.STACKS_SIGNAL)
-    assert not catches(process.pid, heartbeat.STACKS_SIGNAL), "nor to the dead"
