@@ -299,8 +299,6 @@ async def test_files_of_the_user_do_not_stand_in_for_the_standard_library(runner
 def test_functions_that_no_worker_can_import_are_refused_at_once() -> None:
     with pytest.raises(ValueError, match="module level"):
         RewardRunner(lambda **kwargs: 1.0)
-    with pytest.raises(ValueError, match="positive"):
-        RewardRunner(length, timeout=0)
 
 
 async def test_close_ends_workers_in_the_middle_of_a_call(runner_of) -> None:
