@@ -188,7 +188,7 @@ def test_a_rank_without_trajectories_reports_what_the_others_do(two: dict[str, A
 
 
 def test_log_lines_of_a_rank_have_time_and_level(two: dict[str, Any]) -> None:
-    assert [rank["formatters"] for rank in two["ranks"]] == [["OneLineFormatter"]] * 2
+    assert [rank["formatters"] for rank in two["ranks"]] == [["Formatter"]] * 2
 
 
 @pytest.mark.parametrize("what", ["upload_error", "save_error"])
