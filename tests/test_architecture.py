@@ -50,7 +50,7 @@ MAY_IMPORT = {
 
 ROOM_CEILINGS = {
     "__init__.py": 93,
-    "agent": 1667,
+    "agent": 1572,
     "algorithms": 860,
     "api": 2661,
     "chat": 483,
@@ -74,7 +74,7 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 27084,
+    "code of the package": 26989,
     "files of a GRPO run": 130,
     "code of a GRPO run": 17115,
     "import depth": 18,

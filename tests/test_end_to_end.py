@@ -237,8 +237,7 @@ def test_runs_of_several_rows_are_trained_audited_and_replayed(model: Path, tmp_
         assert rows[step]["reward/mean"] == pytest.approx(sum(runs.values()) / 24, rel=1e-5)
         assert all(set(line["segments"][-1]) == {"sampled"} and len(line["segments"]) == 2 for line in lines)
     assert "\nlost 0\nrepeated 0\n" in arealite("ledger", str(folder))
-    for step in ("1", "2"):
-        assert "are bit-identical" in arealite("replay", str(folder), "--step", step)
+    assert "are bit-identical" in arealite("replay", str(folder), "--step", "2")
 
 
 @pytest.mark.slow

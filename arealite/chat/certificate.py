@@ -40,8 +40,6 @@ class Certificate:
 def certify(tokenizer: Any, *, end_ids: Collection[int]) -> Certificate:
     """Render growing conversations and compare their token ids; `end_ids` are those that end generation.
 
-    Conversations with tools, and what agents make of all this, are certified by `arealite.agent.certificate`.
-
     Raises jinja2.TemplateError or ValueError if the template can't write plain questions and answers.
     """
     answered = [_message("user", _QUESTIONS[0]), _message("assistant", _PLAIN)]

@@ -4,11 +4,11 @@ import functools
 
 import pytest
 from testing_agents import LOOK_UP, Talk, result, user
+from testing_certificate import says
 from testing_chat_templates import BEHAVIOURS, FAMILIES, real_tokenizer
 from testing_row_audit import audit_turns, unpadded
 
 from arealite.agent.bridge import Bridge
-from arealite.agent.certificate import says
 from arealite.agent.turns import Run, Turn
 from arealite.api.io_struct import ModelResponse
 

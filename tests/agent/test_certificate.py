@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from testing_certificate import AS_READ, COLUMNS, by_mode, certify_turns, says
 from testing_chat_templates import BEHAVIOURS, FAMILIES, real_tokenizer
 
 from arealite.agent.bridge import Bridge
-from arealite.agent.certificate import AS_READ, COLUMNS, by_mode, certify_turns, says
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
