@@ -52,7 +52,7 @@ ROOM_CEILINGS = {
     "__init__.py": 93,
     "agent": 1572,
     "algorithms": 860,
-    "api": 2661,
+    "api": 2673,
     "chat": 483,
     "cli": 1856,
     "core": 2148,
@@ -66,7 +66,7 @@ ROOM_CEILINGS = {
     "rollout": 2247,
     "server": 530,
     "trainer": 882,
-    "utils": 2012,
+    "utils": 2031,
     "viewer": 1097,
     "watchdog": 217,
     "weights": 190,
@@ -74,9 +74,9 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 26989,
+    "code of the package": 27020,
     "files of a GRPO run": 130,
-    "code of a GRPO run": 17115,
+    "code of a GRPO run": 17146,
     "import depth": 18,
     "keys of a GRPO config": 356,
     "lines of pages": 5669,

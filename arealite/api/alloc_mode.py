@@ -123,6 +123,23 @@ class AllocationMode:
         return self.gen.pipeline * self.gen.tensor
 
     @property
+    def gen_world_size(self) -> int:
+        """Devices of all servers."""
+        return self.gen.world_size
+
+    @property
+    def train_dp_size(self) -> int:
+        return self.train.data
+
+    @property
+    def train_pp_size(self) -> int:
+        return self.train.pipeline
+
+    @property
+    def train_tp_size(self) -> int:
+        return self.train.tensor
+
+    @property
     def train_world_size(self) -> int:
         """Devices of the trainer."""
         return self.train.world_size

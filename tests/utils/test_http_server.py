@@ -83,6 +83,18 @@ async def test_a_connection_that_was_used_stays(monkeypatch: pytest.MonkeyPatch)
             writer.close()
 
 
+async def test_the_oldest_unused_connection_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server.resource, "getrlimit", lambda _: (20, 20))
+    async with listening() as port, asyncio.timeout(120):
+        used = await request(port)
+        held = [await send(port, HALF) for _ in range(12)]
+        await held[0][0].read()
+        await held[1][0].read()
+        assert not held[2][0].at_eof() and not used[0].at_eof()
+        for _, writer in [used, *held]:
+            writer.close()
+
+
 def test_the_soft_limit_of_files_becomes_the_hard_one() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard - 1, hard))
