@@ -64,7 +64,7 @@ ROOM_CEILINGS = {
     "planner": 101,
     "reward": 604,
     "rollout": 2247,
-    "server": 530,
+    "server": 529,
     "trainer": 882,
     "utils": 2031,
     "viewer": 1097,
@@ -74,9 +74,9 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 27020,
+    "code of the package": 27019,
     "files of a GRPO run": 130,
-    "code of a GRPO run": 17146,
+    "code of a GRPO run": 17145,
     "import depth": 18,
     "keys of a GRPO config": 356,
     "lines of pages": 5669,

@@ -58,7 +58,7 @@ SHOWN = {
     ("README.md", "for step in range("): "the loop of examples/arealite/gsm8k_grpo.py",
     ("README.md", "def score("): "a signature",
     ("docs/own-loss.md", "half_blame("): "an output, which is compared below",
-    ("docs/one-gpu.md", "memory    the run needs"): "an output, which is compared below",
+    ("docs/one-gpu.md", "ok: memory: the run needs"): "an output, which is compared below",
     ("docs/core.md", "+from arealite.core.workers"): "tests/core/test_equal_numbers.py trains with these edits",
 }
 """Blocks that are typed by no test, and why, by page and beginning."""
@@ -240,7 +240,7 @@ def test_the_memory_plan_is_what_check_prints(
     assert main(["tiny-model", "--out", "tiny"]) == 0
     assert main(["check", *words[2:]]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    memory, *table = shown_on("docs/one-gpu.md", "memory    the run needs")
+    memory, *table = shown_on("docs/one-gpu.md", "ok: memory: the run needs")
     assert memory.partition(" of ")[0] in told and " ".join(table) in told
 
 

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from aiohttp import web
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from arealite.generation.engine import GenerationEngine
@@ -324,7 +323,7 @@ def load_server(
     options = {"dtype": DTYPES[dtype], "local_files_only": True, "attn_implementation": "sdpa"}
     try:
         model, loading_info = load_causal_lm(folder, **options, output_loading_info=True)
-    except (SafetensorError, RuntimeError) as error:  # a truncated file, or other shapes
+    except RuntimeError as error:  # other shapes
         raise ValueError(
             f"{path} must hold the weights that its config describes: got {error} Save or download it again."
         ) from error

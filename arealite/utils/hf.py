@@ -57,7 +57,7 @@ def load_model(kind: Any, path: str, **options: Any) -> Any:
         if "safetensor" not in repr(error).lower():
             raise
         raise ValueError(
-            f"{path} must hold whole safetensors files: got {error}. Load it and save it again, if you trust it."
+            f"{path} must hold whole safetensors files: got {error}. Download it again, or convert it."
         ) from error
 
 

@@ -184,7 +184,7 @@ def test_weights_that_are_pickles_or_cut_off_are_refused(tmp_path: Path) -> None
     model = build(config(), seed=5)
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    refusal = rf"{tmp_path} must hold whole safetensors files: got .* Load it and save it again"
+    refusal = rf"{tmp_path} must hold whole safetensors files: got .* Download it again"
     for load in (load_whole_model, lambda path: load_causal_lm(path, dtype=torch.float32)):
         with pytest.raises(ValueError, match=refusal):
             load(str(tmp_path))

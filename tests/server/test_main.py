@@ -197,7 +197,7 @@ def test_a_failed_engine_ends_the_process_with_an_error(model_path: str) -> None
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (lambda weights: weights.write_bytes(weights.read_bytes()[:-100]), "weights that its config describes: got"),
+        (lambda weights: weights.write_bytes(weights.read_bytes()[:-100]), "must hold whole safetensors files: got"),
         (lambda weights: save_file(without_norm(weights), weights, {"format": "pt"}), "1 missing, model.norm.weight"),
     ],
 )

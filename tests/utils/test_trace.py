@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-import timeit
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,14 +36,8 @@ def traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     os.close(trace._writer._file)  # type: ignore[union-attr]
 
 
-def test_without_the_variable_a_span_costs_nothing() -> None:
+def test_without_the_variable_a_span_is_always_the_same_empty_one() -> None:
     assert trace._writer is None and trace.span("x", tokens=3) is trace.span("y")
-
-    def one_span() -> None:
-        with trace.span("x", tokens=3):
-            pass
-
-    assert min(timeit.repeat(one_span, number=10_000, repeat=5)) / 10_000 < 2e-6
 
 
 def test_processes_share_a_clock_and_one_that_is_killed_loses_its_last_line(traced: Path, tmp_path: Path) -> None:
