@@ -52,7 +52,7 @@ ROOM_CEILINGS = {
     "__init__.py": 93,
     "agent": 1572,
     "algorithms": 860,
-    "api": 2673,
+    "api": 2698,
     "chat": 483,
     "cli": 1856,
     "core": 2148,
@@ -74,9 +74,9 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 27019,
+    "code of the package": 27044,
     "files of a GRPO run": 130,
-    "code of a GRPO run": 17145,
+    "code of a GRPO run": 17170,
     "import depth": 18,
     "keys of a GRPO config": 356,
     "lines of pages": 5669,

@@ -1,9 +1,9 @@
 """Keeps the pool of servers in step with the run's registry: registered servers join, departed ones are removed.
 
-A server is contacted in the background and joins; once weights were updated, its own are unknown, so it
-gets requests only after the next update. A failed contact is repeated with backoff, unless the server refuses or does
-not fit. A member leaves when its entry vanishes, or when it does not answer /health for long. Invariant: a registry
-that does not answer changes nothing, and one that has started anew, with an empty list, removes nobody.
+A server is contacted in the background and joins; once weights were updated, its own are unknown, so it gets requests
+only after the next update. A failed contact is repeated with backoff, unless the server refuses or does not fit. A
+member leaves when its entry vanishes, or when it does not answer /health for long. Invariant: a registry that does not
+answer changes nothing, and one that has started anew, with an empty list, removes nobody.
 """
 
 import asyncio

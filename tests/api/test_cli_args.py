@@ -284,9 +284,35 @@ def test_what_servers_do_differently_is_refused(tmp_path: Path) -> None:
     assert "eval_gconfig.min_new_tokens" in refusal(tmp_path, MINIMAL, "rollout.backend=sglang", *stops)
 
 
-def test_moments_that_bfloat16_cannot_hold_are_refused(tmp_path: Path) -> None:
-    given = ("actor.optimizer.type=adam_bf16", "actor.optimizer.beta2=0.999")
-    assert "at most 0.99 with type adam_bf16: got 0.9 " in refusal(tmp_path, MINIMAL, *given)
+@pytest.mark.parametrize(
+    ("cls", "overrides", "message"),
+    [
+        (
+            GRPOConfig,
+            ("activation_offloading=true", "gradient_checkpointing=false"),
+            "without X.gradient_checkpointing",
+        ),
+        (GRPOConfig, ("activation_offloading=true",), "false on CPUs: got true and cluster.n_gpus_per_node=0"),
+        (GRPOConfig, ("fsdp.dp_replicate=2",), "must divide the number of trainer ranks: got 2 and 3"),
+        (
+            SFTConfig,
+            ("optimizer.type=adam_bf16", "optimizer.beta2=0.999"),
+            "at most 0.99 with type adam_bf16: got 0.9 ",
+        ),
+    ],
+)
+def test_options_without_effect_are_refused(
+    tmp_path: Path, cls: type, overrides: tuple[str, ...], message: str
+) -> None:
+    key = "actor" if cls is GRPOConfig else "model"
+    text = MINIMAL if key == "actor" else MINIMAL.replace("actor", "model").replace(", ppo_n_minibatches: 1", "")
+    mode = "lite.d1+d3" if key == "actor" else "d3"
+    common = ("cluster.n_gpus_per_node=0", f"allocation_mode={mode}")
+    if key == "actor":
+        common += ("gconfig.max_new_tokens=64",)
+    load(tmp_path, text, *common, cls=cls)
+    given = [f"{key}.{override}" for override in overrides]
+    assert message.replace("X", key) in refusal(tmp_path, text, *common, *given, cls=cls)
 
 
 def test_models_of_a_run_share_options_of_speed(tmp_path: Path) -> None:
@@ -494,6 +520,7 @@ def test_documented_names_move_to_ours(tmp_path: Path, caplog: pytest.LogCapture
         ("allocation_mode=sglang.d4+d4x", "got sizes 'd4x'"),
         ("allocation_mode=sglang.d8+d8", "needs 16 GPUs, and 1 x 8 GPUs"),
         ("allocation_mode=lite.d1+d1", "lite.context must be greater than max_new_tokens: got 2048 and 16384."),
+        ("allocation_mode=sglang.d1p2+d1", "rollout.weight_update must be disk if servers have p > 1"),
         ("gconfig.min_new_tokens=20000", "gconfig.min_new_tokens must be at most gconfig.max_new_tokens"),
         ("actor.group_size=2", "actor.group_size must equal gconfig.n_samples: got 2 and 8."),
         ("actor.temperature=0.5", "actor.temperature must equal gconfig.temperature: got 0.5 and 1.0."),

@@ -67,9 +67,15 @@ def check_backend(mode: AllocationMode, text: str, rollout: InferenceEngineConfi
 def check_allocation(
     mode: AllocationMode | None, text: str, cluster: ClusterSpecConfig, rollout: InferenceEngineConfig | None
 ) -> None:
-    """Require devices for the allocation (`text`)."""
+    """Require devices for the allocation (`text`), and a transfer of weights that its servers support."""
     if mode is None:
         return
+    if rollout is not None and mode.gen_backend is not None:
+        require(
+            rollout.weight_update == "disk" or mode.gen_pp_size == 1,
+            f"rollout.weight_update must be disk if servers have p > 1: got broadcast and {text}. "
+            "Set rollout.weight_update=disk or p1.",
+        )
     servers_are_ours = rollout is None or not rollout.server_addrs
     needed = mode.num_devices if servers_are_ours else mode.train_world_size
     require(
@@ -133,8 +139,24 @@ def check_training(engine: TrainEngineConfig, key: str, dataset: DatasetConfig, 
         )
 
 
-def check_optimizer(optimizer: OptimizerConfig, key: str) -> None:
-    """Refuse moments that bfloat16 can't hold."""
+def check_engine(engine: TrainEngineConfig, key: str, cluster: ClusterSpecConfig, num_ranks: int | None) -> None:
+    """Refuse options of memory and speed without an effect; `num_ranks` is None while it is unknown."""
+    require(
+        engine.gradient_checkpointing or not engine.activation_offloading,
+        f"{key}.activation_offloading must be false without {key}.gradient_checkpointing: got true. Only inputs of "
+        "recomputed layers are moved; set gradient_checkpointing=true.",
+    )
+    require(
+        cluster.n_gpus_per_node > 0 or not engine.activation_offloading,
+        f"{key}.activation_offloading must be false on CPUs: got true and cluster.n_gpus_per_node=0. Remove it.",
+    )
+    copies = engine.fsdp.dp_replicate
+    require(
+        num_ranks is None or num_ranks % copies == 0,
+        f"{key}.fsdp.dp_replicate must divide the number of trainer ranks: got {copies} and {num_ranks}. Set it to the "
+        "number of nodes, or to 1.",
+    )
+    optimizer = engine.optimizer or OptimizerConfig()
     require(
         optimizer.type != "adam_bf16" or max(optimizer.beta1, optimizer.beta2) <= 0.99,
         f"{key}.optimizer.beta1 and beta2 must be at most 0.99 with type adam_bf16: got {optimizer.beta1} and "
@@ -222,6 +244,8 @@ def check_objective(actor: PPOActorConfig, gconfig: GenerationHyperparameters, r
     check_equal("actor.temperature", actor.temperature, "gconfig.temperature", gconfig.temperature)
     if actor.max_new_tokens is not None:
         check_equal("actor.max_new_tokens", actor.max_new_tokens, "gconfig.max_new_tokens", gconfig.max_new_tokens)
+    if not actor.disable_dropout:
+        logger.warning("actor.disable_dropout=false has no effect: dropout would make the ratios of policies noise.")
     for name, needs_group, off in (
         ("baseline", actor.baseline in ("group_mean", "leave_one_out", "length_weighted"), "none"),
         ("reward_scale", actor.reward_scale in ("group_std", "group_mean"), "none"),

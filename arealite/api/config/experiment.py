@@ -213,10 +213,11 @@ class BaseExperimentConfig(ConfigBase):
         checks.check_mixture(self.train_dataset, self.valid_dataset)
         checks.check_allocation(mode, self.allocation_mode, self.cluster, rollout)
         checks.check_colocated(mode, rollout, self.workers)
-        checks.check_senders(rollout, None if mode is None or self.workers is not None else mode.train_world_size)
+        num_ranks = None if mode is None or self.workers is not None else mode.train_world_size
+        checks.check_senders(rollout, num_ranks)
         for key, engine in vars(self).items():
             if isinstance(engine, TrainEngineConfig):
-                checks.check_optimizer(engine.optimizer or OptimizerConfig(), key)
+                checks.check_engine(engine, key, self.cluster, num_ranks)
 
 
 class SFTConfig(BaseExperimentConfig):
