@@ -282,13 +282,13 @@ class WorkerPool:
         worker.close()
 
     def close(self) -> None:
-        """Kill all processes, also during a call."""
+        """Kill all processes, also during a call; `give_back` closes the connection that a call still reads."""
         with self._lock:
             self._is_closed, workers = True, list(self._all)
             self._all.clear()
             self._idle.clear()
         for worker in workers:
-            worker.close()
+            worker.kill()
 
     def _start(self) -> WorkerProcess:
         worker = self._new()

@@ -43,6 +43,18 @@ def test_a_process_outlives_the_thread_that_started_it(pool_of) -> None:
     assert worker.call(timeout_s=60) == worker.process.pid
 
 
+def test_only_its_caller_closes_the_connection_of_a_process_whose_pool_closes(pool_of) -> None:
+    """A second thread would close the number of a file that may be another's by then."""
+    before, pool = num_files(), pool_of(os.getpid)
+    taken, idle = pool.take(), pool.take()
+    pool.give_back(idle)
+    pool.close()
+    assert not taken._connection.closed and not any(is_alive(one.process.pid) for one in (taken, idle))
+    del idle
+    pool.give_back(taken)
+    assert taken._connection.closed and num_files() == before
+
+
 def test_a_failure_has_its_last_line_and_its_frames(pool_of) -> None:
     worker = pool_of(operator.getitem).take()
     with pytest.raises(CallError) as caught:
