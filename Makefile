@@ -135,9 +135,8 @@ test-agents: $(VENV)/.installed-dev            ## train agents on OpenAI's and A
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -m slow tests/agent
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(VENV)/bin/python -m trained_agents $(ARGS)
 
-test-options: $(VENV)/.installed-dev            ## compile a model, and train with torchao's 8-bit moments (2 minutes; torchao is installed in a separate folder)
-	$(PIP) --quiet --no-deps --upgrade --target $(VENV)-torchao 'torchao>=0.15'
-	PYTHONPATH=$(VENV)-torchao OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -m slow tests/engine/test_options.py $(ARGS)
+test-options: $(VENV)/.installed-dev            ## compile a model (a minute)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -m slow tests/engine/test_options.py $(ARGS)
 
 test-sandbox: $(VENV)/.installed-dev            ## attack the sandbox for programs of models (a minute; installs bubblewrap)
 	sh tests/install.sh bwrap:bubblewrap
@@ -216,5 +215,5 @@ docs: $(VENV)/.installed-docs            ## build docs/ as a site in site/, with
 	NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 $(VENV)/bin/mkdocs build --strict $(ARGS)
 	@echo "site/index.html is the first page; its search needs a server: python3 -m http.server --bind 127.0.0.1 --directory site"
 
-clean:            ## remove .venv, those of vLLM, SGLang, torchao and playwright, the site, and caches
-	rm -rf $(VENV) $(VENV)-vllm $(VENV)-sglang $(VENV)-torchao $(VENV)-playwright .mypy_cache .ruff_cache .pytest_cache .hypothesis site
+clean:            ## remove .venv, those of vLLM, SGLang and playwright, the site, and caches
+	rm -rf $(VENV) $(VENV)-vllm $(VENV)-sglang $(VENV)-playwright .mypy_cache .ruff_cache .pytest_cache .hypothesis site

@@ -43,7 +43,7 @@ def test_every_extra_that_is_named_exists() -> None:
         names for path in files for names in re.findall(r"(?:arealite|[ './])\[([a-z,]+)\]['\"]", path.read_text())
     }
     named = {name for names in lists for name in names.split(",")}
-    assert {"gpu", "lora", "torchao", "ray", "dev"} <= named <= extras.keys()
+    assert {"lora", "ray", "dev"} <= named <= extras.keys()
 
 
 def test_the_changelog_begins_with_the_version() -> None:

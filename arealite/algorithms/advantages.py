@@ -217,14 +217,12 @@ def token_advantages(batch: Batch, scores: torch.Tensor, samples: Samples, choic
     kl_BT = None if choices.baseline == "leave_one_out" else batch.get("kl")
     penalties = {"kl_ctl": choices.kl_ctl, "turn_rewards": turn_rewards_BT}
     rewards_BT = token_rewards(scores[samples.of_rows], mask_BT, kl_BT, **penalties)
-    columns, values_BT, gae_lambda = {}, torch.zeros_like(rewards_BT), choices.gae_lambda
+    columns, values_BT = {}, torch.zeros_like(rewards_BT)
     if choices.baseline == "critic":
         values_BT = torch.where(mask_BT, batch["values"], 0.0)
         settings = {"discount": choices.discount, "gae_lambda": choices.returns_lambda}
         columns = {"returns": gae(rewards_BT, values_BT, mask_BT, **settings) + values_BT, "returns_mask": mask_BT}
-    if choices.lambda_alpha is not None:
-        gae_lambda = adaptive_lambda(mask_BT.sum(dim=1), alpha=choices.lambda_alpha)
-    advantages_BT = gae(rewards_BT, values_BT, mask_BT, discount=choices.discount, gae_lambda=gae_lambda)
+    advantages_BT = gae(rewards_BT, values_BT, mask_BT, discount=choices.discount, gae_lambda=choices.gae_lambda)
     return columns | {"advantages": advantages_BT}
 
 
@@ -290,11 +288,3 @@ def _discounted_sums(terms_BT: torch.Tensor, factors_BT: torch.Tensor) -> torch.
         factors_BT = factors_BT[:, :-reach] * factors_BT[:, reach:]
         reach *= 2
     return sums_BT
-
-
-def adaptive_lambda(lengths: torch.Tensor, *, alpha: float) -> torch.Tensor:
-    """Return 1 - 1 / (alpha * length) `[B]`, at least 0, for `lengths [B]` in trained tokens: VAPO, arXiv:2504.05118.
-
-    The weights lambda^k of GAE then sum to about alpha * length, for short and for long completions.
-    """
-    return (1.0 - 1.0 / (alpha * lengths.clamp(min=1))).clamp(min=0.0)

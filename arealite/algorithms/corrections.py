@@ -5,7 +5,7 @@ update. Corrections are computed once per batch, before it is split, and carry n
 sum of the losses, but not the count that divides it.
 """
 
-# B completions, T padded tokens, N trained tokens of this rank
+# B completions, T padded tokens
 
 import math
 from collections.abc import Mapping
@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 
-from arealite.algorithms.advantages import Reduce
 from arealite.algorithms.ratios import MAX_LOG_RATIO, check_choice, kl_estimates, masked_log_ratio
 
 MAX_TOKEN_WEIGHT = 2.0
 """Bound of token weights at level geometric, whose configured bounds apply to completions; the bound of TIS."""
 
 
-def corrections_of(batch: Mapping[str, torch.Tensor], choices: Any, reduce: Reduce = torch.clone) -> torch.Tensor:
+def corrections_of(batch: Mapping[str, torch.Tensor], choices: Any) -> torch.Tensor:
     """Return the factor `[B, T]` of each token's objective; `choices` is a resolved actor block.
 
     `batch` has `proximal_logprobs`, `rollout_logprobs`, `advantages` and `loss_mask`, `[B, T]`.
@@ -33,9 +32,6 @@ def corrections_of(batch: Mapping[str, torch.Tensor], choices: Any, reduce: Redu
     if choices.sequence_mask_delta is not None:
         drifted_B = drifted_completions(*logprobs, batch["advantages"], mask_BT, delta=choices.sequence_mask_delta)
         factors_BT = factors_BT.masked_fill(drifted_B[:, None], 0.0)
-    if choices.second_moment_limit is not None:
-        limit = choices.second_moment_limit
-        factors_BT = factors_BT * second_moment_mask(*logprobs, mask_BT, max_moment=limit, reduce=reduce)
     return factors_BT
 
 
@@ -98,33 +94,6 @@ def drifted_completions(
     lengths_B = mask_BT.sum(dim=1).clamp(min=1)
     drift_B = masked_log_ratio(rollout_logprobs, logprobs, mask_BT).sum(dim=1) / lengths_B
     return (drift_B > delta) & (torch.where(mask_BT, advantages, 0.0).sum(dim=1) < 0)
-
-
-@torch.no_grad()
-def second_moment_mask(
-    proximal_logprobs: torch.Tensor,
-    rollout_logprobs: torch.Tensor,
-    loss_mask: torch.Tensor,
-    *,
-    max_moment: float,
-    reduce: Reduce = torch.clone,
-) -> torch.Tensor:
-    """Return the bool mask `[B, T]` of tokens to keep: all except those with the largest squared log ratios.
-
-    It drops as few tokens as bring the mean of log(pi_prox / pi_rollout)^2 over the kept tokens of all ranks down to
-    `max_moment` (M2PO, arXiv:2510.01161). Tokens with equal ratios are all kept or all dropped.
-    """
-    mask_BT = loss_mask.bool()
-    squares_BT = masked_log_ratio(proximal_logprobs, rollout_logprobs, mask_BT).float().square()
-    bits_BT = squares_BT.view(torch.int32)  # non-negative floats sort like their bits
-    squares_N, bits_N = squares_BT[mask_BT].double(), bits_BT[mask_BT]
-    end = 0  # binary search, bit by bit, for the largest bound whose tokens below it have a small enough mean
-    for bit in reversed(range(31)):
-        squares_of_kept_N = squares_N[bits_N < end + (1 << bit)]
-        moment = reduce(torch.stack([squares_of_kept_N.sum(), squares_of_kept_N.new_tensor(len(squares_of_kept_N))]))
-        if moment[0] <= max_moment * moment[1]:
-            end += 1 << bit
-    return mask_BT & (bits_BT < end)
 
 
 def _pool(values_BT: torch.Tensor, mask_BT: torch.Tensor, level: str) -> torch.Tensor:

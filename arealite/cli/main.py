@@ -18,7 +18,7 @@ COMMANDS = {
     "init": "write an experiment to change: script, config, reward, data, and a test",
     "train": "train a model on your data and reward, or start a ready-made trainer or one of your own",
     "check": "preflight: find what would make a run fail, before it starts",
-    "check-loss": "try the properties that a loss or an advantage function of your own must have",
+    "check-loss": "try the properties that a loss of your own must have",
     "serve": "add an inference server to a running experiment, or serve a model on its own",
     "eval": "evaluate a model on a data set through servers that run already",
     "tiny-model": "make a tiny model and tokenizer for tests and smoke runs",
@@ -27,7 +27,6 @@ COMMANDS = {
     "view": "show runs in a browser, also while they train: charts, and every trajectory token by token",
     "plan-core": "predict which layout of worker groups makes the steps of a run with a graph shorter",
     "migrate": "rewrite a config of AReaLite v0.3 or AReaL as one of ours",
-    "devices": "show what nodes have, and what a config would put where",
     "schema": "write the JSON schema of a config, by which editors complete and check YAML files",
     "ledger": "account for every prompt of a run: lost, repeated, dropped and why",
 }

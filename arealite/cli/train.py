@@ -12,7 +12,6 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -42,11 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "and --sft are such keys for GRPO and fine-tuning on your own data; the config that they make is printed."
     )
     parser.epilog = "exit status: that of `python3 -m arealite.launcher.MODE`, whose other options are taken too"
-    parser.add_argument("--model", metavar="M", action=_Once, help="folder or hub id of the model to train")
+    parser.add_argument("--model", metavar="M", help="folder or hub id of the model to train")
     parser.add_argument(
         "--data",
         metavar="D",
-        action=_Once,
         help=".jsonl, .json, .parquet or .csv file, folder, data set of the hub, or FILE.py:FUNCTION; columns are "
         "question and answer, or messages, unless train_dataset.prompt_key and answer_key name others",
     )
@@ -67,18 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would run where, and start nothing")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="trainer.type, mode, and keys to change")
-
-
-class _Once(argparse.Action):
-    """Stores a value, and refuses a second one."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, args: argparse.Namespace, value: Any, option: Any = None
-    ) -> None:
-        if (first := getattr(args, self.dest)) is not None:
-            message = f"{option} must be given once: got {first} and {value}."
-            parser.error(f"{message} Remove one; train_dataset.mixed_with adds data sets.")
-        setattr(args, self.dest, value)
 
 
 def run(args: argparse.Namespace) -> int:

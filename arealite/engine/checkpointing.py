@@ -5,7 +5,6 @@ Both contain everything that later updates depend on: shards, schedule, version,
 
 import json
 import random
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map, tree_map_only
 
 from arealite.api.errors import CheckpointError
@@ -54,7 +52,8 @@ class CheckpointedEngine(Stateful):
 
     def keep_state(self) -> None:
         """Copy the shards to host memory for the next `write_state`."""
-        self._kept = tree_map_only(torch.Tensor, _copy, self.state_dict()), self._rng
+        copied = tree_map_only(torch.Tensor, lambda shard: shard.detach().to("cpu", copy=True), self.state_dict())
+        self._kept = copied, self._rng
 
     def write_state(self, folder: str) -> dict[str, FileEntry]:
         """Write and release the kept state, from a thread of every rank in parallel to later updates (collective).
@@ -102,7 +101,7 @@ class CheckpointedEngine(Stateful):
 
     def snapshot(self) -> dict[str, Any]:
         """Return this rank's part of the state for `restore`; it can be pickled, with bytes instead of tensors."""
-        state = tree_map_only(torch.Tensor, lambda shard: _bytes(_local(_copy(shard))), self.state_dict())
+        state = tree_map_only(torch.Tensor, _bytes, self.state_dict())
         counts = {"num_changes": self.num_changes, "has_trained": self._has_trained}
         return {"rank": _rank(), "state": state, "rng": rng_state(), **counts}
 
@@ -123,26 +122,9 @@ def _rank() -> str:
     return f"{dist.get_rank()} of {dist.get_world_size()}"
 
 
-@torch.no_grad()
-def _copy(shard: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to host memory."""
-    copied = shard.detach().to("cpu", copy=True)
-    local: Any = _local(copied)
-    for name in _parts(local):  # `to` copies 8-bit moments only to another device
-        setattr(local, name, getattr(local, name).clone())
-    return copied
-
-
-def _bytes(local: torch.Tensor) -> Any:
-    """Return the bytes of a tensor of any dtype (NumPy lacks some), or of its parts by name."""
-    if names := _parts(local):
-        return {name: _bytes(getattr(local, name)) for name in names}
-    return local.reshape(-1).view(torch.uint8).numpy()
-
-
-def _parts(local: Any) -> Sequence[str]:
-    """Return the names of the inner tensors of torchao's 8-bit moments; none for a plain tensor."""
-    return local.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(local) else ()
+def _bytes(shard: torch.Tensor) -> Any:
+    """Copy the bytes of a tensor of any dtype (NumPy lacks some) to host memory."""
+    return _local(shard.detach()).to("cpu", copy=True).reshape(-1).view(torch.uint8).numpy()
 
 
 def _local(shard: torch.Tensor) -> torch.Tensor:
@@ -155,11 +137,7 @@ def _overwritten(ours: Any, kept: Any) -> Any:
     if not isinstance(ours, torch.Tensor):
         return kept
     shard = _local(ours)
-    if names := _parts(shard):
-        for name in names:
-            _overwritten(getattr(shard, name), kept[name])
-    else:
-        shard.copy_(torch.from_numpy(kept.copy()).view(shard.dtype).view(shard.shape))
+    shard.copy_(torch.from_numpy(kept.copy()).view(shard.dtype).view(shard.shape))
     return ours
 
 

@@ -32,7 +32,7 @@ from arealite.api.script import refuse_import
 from arealite.engine import fsdp_weights, hf_model, lora
 from arealite.engine.checkpointing import CheckpointedEngine
 from arealite.engine.metrics import UpdateCosts
-from arealite.engine.optimizer import LRSchedule, adamw_8bit, make_adamw, optimizer_state
+from arealite.engine.optimizer import LRSchedule, make_adamw, optimizer_state
 from arealite.engine.packed_attention import pick_attention, sequence_bounds, vision_inputs
 from arealite.utils import distributed, heartbeat, tensors, trace
 from arealite.utils.images import sees_images
@@ -64,8 +64,6 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
                 "dtype of a trained model must be bfloat16 or float32: got float16, whose gradients underflow. "
                 "Set dtype: bfloat16."
             )
-        if config.optimizer is not None and config.optimizer.type == "adam_8bit":
-            adamw_8bit()  # fail before models are loaded
         self.config = config
         self.has_value_head = has_value_head
         self.dtype: torch.dtype = getattr(torch, config.dtype)

@@ -9,7 +9,6 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim.adamw import adamw
 
 from arealite.api.cli_args import OptimizerConfig
-from arealite.api.errors import ConfigError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -54,35 +53,16 @@ def make_adamw(parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig
         "eps": config.eps,
         "weight_decay": config.weight_decay,
     }
-    if config.type == "adam_8bit":
-        cls = adamw_8bit()
-    else:
-        cls, options["fused"] = (AdamWBF16 if config.type == "adam_bf16" else torch.optim.AdamW), True
-    return cls([group for group in groups if group["params"]], **options)
-
-
-def adamw_8bit() -> Any:
-    """Return torchao's class; ConfigError if it is not installed."""
-    try:
-        from torchao.optim import AdamW8bit
-    except ImportError as error:
-        raise ConfigError(
-            "torchao must be installed for optimizer.type adam_8bit: it is not. Run `pip install 'arealite[torchao]'`, "
-            "or use adam_bf16."
-        ) from error
-    return AdamW8bit
+    cls = AdamWBF16 if config.type == "adam_bf16" else torch.optim.AdamW
+    return cls([group for group in groups if group["params"]], fused=True, **options)
 
 
 def _started(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> dict[str, Any]:
     """Return the state of a parameter, initialised with 0 before the first step."""
     if parameter not in optimizer.state:
-        if hasattr(optimizer, "_new_buffer"):  # torchao initialises its state this way
-            moments = {name: optimizer._new_buffer(parameter, name == "exp_avg") for name in MOMENTS}
-            optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
-        else:
-            dtype = torch.bfloat16 if isinstance(optimizer, AdamWBF16) else parameter.dtype
-            moments = {name: torch.zeros_like(parameter, dtype=dtype) for name in MOMENTS}
-            optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
+        dtype = torch.bfloat16 if isinstance(optimizer, AdamWBF16) else parameter.dtype
+        moments = {name: torch.zeros_like(parameter, dtype=dtype) for name in MOMENTS}
+        optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
     state: dict[str, Any] = optimizer.state[parameter]
     return state
 
@@ -132,7 +112,4 @@ class LRSchedule:
         )
         self.lr = self._config.lr * factor
         for group in self._optimizer.param_groups:
-            if isinstance(group["lr"], torch.Tensor):  # a float would make torchao recompile
-                group["lr"].fill_(self.lr)
-            else:
-                group["lr"] = self.lr
+            group["lr"] = self.lr

@@ -197,8 +197,6 @@ class Membership:
             if is_final:
                 return
             await asyncio.sleep(pause_s)
-            if self._taken.get(address) is not entry:
-                return
         self._failures.pop(address, None)
         self._servers.add(address, facts)
         self._changed.set()

@@ -43,6 +43,7 @@ class Server:
     state: Literal["joining", "serving", "removed"] = "joining"
     version: int = NO_VERSION  # of the weights that were last published to it
     frozen: str = ""  # fingerprint of the frozen weights that an update brought to it; "" after it was removed
+    group: str = ""  # broadcast group that it has joined; "" once it may be another process
     outstanding_tokens: int = 0  # tokens of the requests in flight, prompts and largest completions
     num_requests: int = 0  # sent so far
     tokens_per_s: float | None = None  # moving average for one request; None before the first completion
@@ -126,12 +127,12 @@ class ServerPool:
     def mark_weights_lost(self, server: Server, version: int) -> None:
         """Record that a server no longer holds weights that it once had, unless newer ones have come meanwhile."""
         if server.version == version:
-            server.version = NO_VERSION
+            server.version, server.group = NO_VERSION, ""
         self._settle()
 
     def suspend(self, server: Server) -> None:
         """Send nothing to a server until `restore`; it may come back as another process."""
-        server.state, server.frozen = "removed", ""
+        server.state, server.frozen, server.group = "removed", "", ""
         self._notify()
 
     def restore(self, server: Server) -> None:

@@ -119,7 +119,7 @@ class WeightReceiver:
         self._backend, self._servers = completions.backend, completions.servers
         self._holders = FrozenHolders(completions.servers)
         self._plan: BroadcastPlan | None = None
-        self._has_joined = False  # whether the servers of the plan are in its group
+        self._has_joined = False  # whether the servers of the plan have joined its group
         self._port_holder: socket.socket | None = None  # keeps the plan's port until the sender listens there
         self._update: WeightUpdate  # the last one
         self._received: WeightUpdate | None = None  # that update once its members have the weights, until `admit`
@@ -261,10 +261,9 @@ class WeightReceiver:
                 "rollout.weight_update=disk, or start vLLM by python3 -m arealite.launcher.serve.vllm_server."
             )
         transfer.is_partial = self._may_be_partial(members)
-        has_left = any(one.version == NO_VERSION for one in servers)  # a server that started anew is in no group
         plan, senders = self._plan, senders_of(meta.nccl_param_specs)
         are_in_it = plan is not None and meta.sender_group in (None, plan.name) and [*plan.groups] == senders
-        if plan is None or plan.servers != servers or has_left or not are_in_it:
+        if plan is None or plan.servers != servers or not are_in_it or any(one.group != plan.name for one in servers):
             await self._drop_plan()
             hosts = [one.address.rpartition(":")[0] for one in servers]
             toward = next((host for host in hosts if host not in ("localhost", LOOPBACK)), LOOPBACK)
@@ -342,6 +341,8 @@ class WeightReceiver:
 
         for group in plan.groups.values():  # they are counted together, so all servers join one before the next
             await self._on_all(functools.partial(join, group), plan.servers)
+        for one in plan.servers:
+            one.group = plan.name
 
     async def _unless_sender_fails(self, transfer: Coroutine[Any, Any, None]) -> None:
         """Run the transfer, but end at once with the sender's error if it fails."""

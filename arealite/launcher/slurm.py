@@ -123,8 +123,7 @@ def _submit(folder: Path, script: str) -> str:
     try:
         return ask_slurm("sbatch", "--parsable", str(path)).strip().partition(";")[0]  # <job>[;<cluster>]
     except ConfigError as error:
-        advice = "Change cluster, launcher.*_per_gpu or launcher.slurm.sbatch_additional_args."
-        raise ConfigError(f"{error}. {advice}") from error
+        raise ConfigError(f"{error}. Change launcher.*_per_gpu or launcher.slurm.sbatch_additional_args.") from error
 
 
 class _Follower:
@@ -180,8 +179,6 @@ class _Follower:
             "PENDING": f"waiting: {state.get('Reason')}",
             "RUNNING": f"running on {state.get('NodeList')}",
         }.get(name := state.get("JobState", ""), name.lower())
-        if (restarts := state.get("Restarts", "0")) != "0" and name in ("PENDING", "RUNNING"):
-            word += f" (restart {restarts})"
         if word != self._last_state:
             self._say(word)
             self._last_state = word

@@ -107,11 +107,6 @@ class SandboxResult:
     stderr: str
     reason: Reason | None
     """The limit for which the program was ended, or its output cut off."""
-    seconds: float
-
-    @property
-    def timed_out(self) -> bool:
-        return self.reason == "time"
 
 
 @dataclass(frozen=True)
@@ -222,7 +217,6 @@ def _run(
             while reason is None and not is_given_up.is_set() and wait_gone([process.pid], _LOOK_S):
                 reason = "time" if time.monotonic() - began > limits.time_s else _too_long(files[1:], cap)
     finally:
-        seconds = time.monotonic() - began
         # bubblewrap takes its namespace along: it ends after all of the program's processes.
         kill_group(process.pid, process.poll() is None)
         process.wait(_END_S)
@@ -232,7 +226,7 @@ def _run(
         if command.status is not None:
             _check_that_it_ran(command.status, process.returncode, stderr)
         reason = "cpu" if status == 128 + signal.SIGXCPU else _too_long(files[1:], cap)
-    return SandboxResult(status, stdout, stderr, reason, seconds)
+    return SandboxResult(status, stdout, stderr, reason)
 
 
 def _too_long(outputs: Sequence[int], cap: int) -> Literal["output"] | None:

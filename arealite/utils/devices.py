@@ -10,10 +10,9 @@ from pathlib import Path
 
 import psutil
 
-_QUERY = ("index", "uuid", "name", "memory.total", "memory.free")
+_QUERY = ("index", "uuid", "memory.total", "memory.free")
 _GPU = re.compile(r"\d+$|GPU-|MIG-")
 _TIMEOUT_S = 60.0  # a driver that was just loaded is slow
-_MEBIBYTE = 2**20
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -22,7 +21,6 @@ class Gpu:
     """A GPU; memory in bytes."""
 
     index: str
-    name: str
     memory: int
     free: int
 
@@ -32,7 +30,6 @@ class Node:
     """Resources that processes of this node may use; memory in bytes."""
 
     gpus: tuple[Gpu, ...]
-    cores: int
     memory: int
     free: int
 
@@ -44,7 +41,7 @@ def this_node() -> Node:
     total, free = memory.total, memory.available
     if limit is not None and limit < total:
         total, free = limit, min(free, limit - (used or 0) + _cached_bytes())
-    return Node(gpus(), len(os.sched_getaffinity(0)), total, max(0, free))
+    return Node(gpus(), total, max(0, free))
 
 
 def visible_gpus() -> list[str]:
@@ -60,8 +57,8 @@ def gpus() -> tuple[Gpu, ...]:
     by_name: dict[str, Gpu] = {}  # by index and by UUID
     for line in _ask_nvidia_smi(f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"):
         fields = [field.strip() for field in line.split(",")]
-        if len(fields) == len(_QUERY) and fields[3].isdecimal() and fields[4].isdecimal():
-            gpu = Gpu(fields[0], fields[2], int(fields[3]) * _MEBIBYTE, int(fields[4]) * _MEBIBYTE)
+        if len(fields) == len(_QUERY) and fields[2].isdecimal() and fields[3].isdecimal():
+            gpu = Gpu(fields[0], int(fields[2]) * 2**20, int(fields[3]) * 2**20)
             by_name |= {fields[0]: gpu, fields[1]: gpu}
     names = _visible_devices()
     if names is None:

@@ -3,7 +3,6 @@
 Parts whose file is missing are left out.
 """
 
-import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,8 +14,8 @@ from arealite.api.cli_args import SFTConfig, masked
 from arealite.api.config.experiment import EXPERIMENTS
 from arealite.api.run_folder import RunFolder
 from arealite.api.run_metrics import score, summarize
-from arealite.utils.files import FileError, is_locked, read_jsonl, reading, require_object
-from arealite.viewer.charts import charts, evaluation_charts, timeline
+from arealite.utils.files import is_locked, reading, require_object
+from arealite.viewer.charts import charts, evaluation_charts
 from arealite.viewer.plain import readable
 
 FILES_OF_RUNS = ("metrics.jsonl", "config.yaml", "run.json")
@@ -56,19 +55,13 @@ def describe(run: RunFolder, rows: list[dict[str, Any]]) -> dict[str, Any]:
         config = require_object(yaml.safe_load(config_text) or {})
         if (public := masked(config_text)) != config:
             config, config_text = public, yaml.safe_dump(public, sort_keys=False, allow_unicode=True)
-        rollout = config.get("rollout") or {}
-        bound, way = rollout.get("max_head_offpolicyness"), str(rollout.get("weight_update"))
+        bound = (config.get("rollout") or {}).get("max_head_offpolicyness")
         folder = run.path.resolve()
         lead = _lead(config)
         title = f"{config.get('experiment_name', folder.parent.name)} / {config.get('trial_name', folder.name)}"
     with reading(run.metrics):
         summary = summarize(rows, max_head_offpolicyness=bound)
         cards, shown = _cards(rows, summary), charts(rows, staleness_bound=bound)
-    published = dict[int, str]()
-    with contextlib.suppress(FileError), reading(run.weights_log):  # damage here must not hide the rest
-        published = {row["version"]: row["fingerprint"] for row in read_jsonl(run.weights_log)}
-    with reading(run.metrics):
-        shown += timeline(rows, published, way)
     table = list[tuple[str, ...]]()
     with reading(run.summary):
         stored = require_object(json.loads(text_of(run.summary) or "{}"))

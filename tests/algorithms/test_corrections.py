@@ -1,14 +1,12 @@
-import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
-from two_ranks import Reduce, on_two_ranks
 
-from arealite.algorithms.corrections import correction_factors, drifted_completions, second_moment_mask
+from arealite.algorithms.corrections import correction_factors, drifted_completions
 
 NAN, INF = math.nan, math.inf
 MASK = torch.tensor([[0, 1, 1, 0, 0], [0, 1, 1, 0, 1]]).bool()
@@ -141,39 +139,3 @@ def test_answers_that_drifted_away_by_hand() -> None:
     assert drifted_completions(logprobs, ROLLOUT, advantages, MASK, delta=0.036606).tolist() == [False, False]
     assert drifted_completions(logprobs, ROLLOUT, -advantages, MASK, delta=-9.0).tolist() == [True, False]
     assert drifted_completions(logprobs, ROLLOUT, advantages, MASK & False, delta=-9.0).tolist() == [False, False]
-
-
-def test_second_moment_by_hand() -> None:
-    kept = second_moment_mask(PROXIMAL, ROLLOUT, MASK, max_moment=0.04)
-    assert kept[MASK].tolist() == [True, False, True, True, False]  # squares 0, 0.84, 0.05, 0, 0.84
-    assert not kept[~MASK].any()
-    assert second_moment_mask(PROXIMAL, ROLLOUT, MASK, max_moment=0.35)[MASK].all()  # their mean is 0.3458
-    assert second_moment_mask(PROXIMAL, ROLLOUT, MASK, max_moment=0.0)[MASK].tolist() == [
-        True,
-        False,
-        False,
-        True,
-        False,
-    ]
-    assert not second_moment_mask(PROXIMAL, ROLLOUT, MASK & False, max_moment=0.04).any()
-
-
-far_or_near = st.sampled_from([0.0, 0.1, -0.1, 0.3, -0.5, 1.0, 7.0, -INF, INF])
-
-
-@example([[0.3], [0.0, 0.0, 0.0]], 0.04)  # 0.09 is too much for rank 0, and not for both
-@example([[0.3, 0.1], [0.3]], 0.04)  # (0.09 + 0.01) / 2 is too much; alone, rank 1 would keep none
-@given(st.lists(st.lists(far_or_near, max_size=6), min_size=2, max_size=2), st.sampled_from([0.001, 0.04, 0.5]))
-def test_second_moment_equals_its_definition_and_is_found_over_all_ranks(
-    ranks: list[list[float]], max_moment: float
-) -> None:
-    parts = [torch.tensor([one], dtype=torch.float32) for one in ranks]
-    squares = [min(x * x, 400.0) for x in torch.cat(parts, dim=1)[0].tolist()]
-    limits = [s for s in squares if (below := [t for t in squares if t <= s]) and sum(below) <= max_moment * len(below)]
-    expected = [square <= max(limits, default=-1.0) for square in squares]
-
-    def kept(rank: int, reduce: Reduce) -> torch.Tensor:
-        zeros, mask = torch.zeros_like(parts[rank]), torch.ones_like(parts[rank], dtype=torch.bool)
-        return second_moment_mask(parts[rank], zeros, mask, max_moment=max_moment, reduce=reduce)[0]
-
-    assert list(itertools.chain(*(one.tolist() for one in on_two_ranks(kept)))) == expected

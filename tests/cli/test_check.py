@@ -323,7 +323,7 @@ def test_a_plan_for_gpus_worked_by_hand(tmp_path) -> None:
     assert rank.text == f"a trainer rank needs about {needed - 4:.2f} of 80.0 GiB"
     assert host.text == "the host needs about 16.00 of 32.0 GiB"
     copies = 4 + 2**25 / 2**30  # all state twice, and what is received of a layer's gradient
-    options = {"optimizer.type=adam_bf16": -1, "optimizer.type=adam_8bit": -1.5, "fsdp.dp_replicate=2": copies}
+    options = {"optimizer.type=adam_bf16": -1, "fsdp.dp_replicate=2": copies}
     for option, more in options.items():
         assert plan(80, f"actor.{option}")[0].text == f"a trainer rank needs about {needed + more:.2f} of 80.0 GiB"
     together = needed + 24 * 1024 * layer / 2**30

@@ -34,7 +34,6 @@ import outside  # noqa: E402
 INTERNAL_PROGRAMS = {
     "api.script": "reads `__main__`",
     "cli.check.__main__": "what `arealite check` runs with another Python",
-    "cli.launch_server": "is `arealite serve`",
     "cli.main": "is `arealite`",
     "cli.own_trainer": "what `arealite train` starts",
     "launcher.place.guard": "what launchers start",

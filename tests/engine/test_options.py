@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from arealite.algorithms.logprobs import LazyLogits, count_loss_tokens
 from arealite.api.cli_args import OptimizerConfig
-from arealite.api.errors import ConfigError
 from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta
 from arealite.engine import optimizer
 from arealite.engine.fsdp_engine import FSDPEngine
@@ -28,7 +26,6 @@ BATCHES = [token_batch([9, 4, 12, 3, 7], seed) for seed in range(3)]
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model with 12 matrices that torchao quantizes: of whole blocks of 256 values, at least 4,096."""
     torch.set_num_threads(1)
     folder = str(tmp_path_factory.mktemp("model"))
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -60,10 +57,6 @@ def train(engine: FSDPEngine, batches: list[TensorDict] = BATCHES) -> list[float
     engine.train()
     metrics = [engine.train_batch(batch, sft_loss_fn, count_loss_tokens) for batch in batches]
     return [one[name] for one in metrics for name in ("loss", "grad_norm")]
-
-
-def weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
-    return {name: one.full_tensor().detach().clone() for name, one in engine.model.named_parameters()}
 
 
 def of_type(name: str, **changes: Any) -> OptimizerConfig:
@@ -129,32 +122,6 @@ def test_bfloat16_moments_are_restored_bit_for_bit(make: Make, tmp_path: Path) -
     exact = make(optimizer=of_type("adam"))
     losses, expected = train(make(optimizer=of_type("adam_bf16"))), train(exact)
     assert losses != expected and losses == pytest.approx(expected, rel=0.05)
-
-
-def test_8_bit_moments_without_torchao_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.raises(ConfigError, match=r"torchao must be installed for .* adam_8bit: it is not\. Run `pip install"):
-        FSDPEngine(train_config("never read", optimizer=of_type("adam_8bit")))
-
-
-@pytest.mark.slow
-def test_8_bit_moments_are_restored_bit_for_bit(make: Make, tmp_path: Path) -> None:
-    with torch.compiler.set_stance("force_eager"):  # the same formula; compiling it is torchao's
-        engine = assert_restored(make, tmp_path, optimizer=of_type("adam_8bit"))
-        found, expected = train(make(optimizer=of_type("adam_8bit"))), train(make(optimizer=of_type("adam")))
-    moments = [state["exp_avg"].to_local() for state in engine.optimizer.state.values()]
-    quantized = [one for one in moments if hasattr(one, "codes")]
-    assert len(quantized) == 12 and all(one.codes.dtype == torch.uint8 and one.codes.any() for one in quantized)
-    assert found != expected and found == pytest.approx(expected, rel=0.1)
-
-
-@pytest.mark.slow
-def test_a_learning_rate_reaches_the_compiled_step(make: Make) -> None:
-    engine = make(optimizer=of_type("adam_8bit", lr_scheduler_type="linear"))
-    before = weights(engine)
-    engine.lr_schedule.set_step(1000)
-    train(engine, BATCHES[:1])
-    assert engine.lr_schedule.lr == 0 and all(torch.equal(one, before[name]) for name, one in weights(engine).items())
 
 
 # Output layer

@@ -83,7 +83,6 @@ SPLIT = {
     "drift": {
         "proximal": "recompute",
         "sequence_mask_delta": 0.1,
-        "second_moment_limit": 0.5,
         "baseline": "group_mean",
     },
 }

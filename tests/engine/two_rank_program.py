@@ -74,7 +74,6 @@ OTHER_CHOICES = {
     "adv_norm": False,
     "aggregation": "prompt_mean",
     "proximal": "recompute",
-    "second_moment_limit": 2.0,
     "sequence_mask_delta": 0.2,
     "kl_in": "loss",
     "kl_estimator": "k3",

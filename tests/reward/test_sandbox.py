@@ -32,7 +32,7 @@ def test_a_program_gets_its_files_and_input_and_tells_how_it_ended(sandbox: Sand
     )
     files = {"data/helper.py": "def double(n): return 2 * n", "raw": b"\x41"}
     result = sandbox.run_here(program, files=files, stdin="21\n")
-    assert (result.exit_status, result.stdout, result.reason, result.timed_out) == (7, "42 A\n", None, False)
+    assert (result.exit_status, result.stdout, result.reason) == (7, "42 A\n", None)
     assert result.stderr == "['data', 'main.py', 'new', 'raw']\n"
     half = sandbox.run_here("print('\ud800')")  # of a character, as JSON may hold it
     assert half.exit_status == 1 and "Non-UTF-8 code" in half.stderr
@@ -44,7 +44,7 @@ def test_a_program_gets_its_files_and_input_and_tells_how_it_ended(sandbox: Sand
 def test_what_is_written_is_kept_when_a_limit_ends_it(sandbox: Sandbox) -> None:
     program = "import os, time\nprint('so far', flush=True)\nos.write(1, b'\\xff')\ntime.sleep(600)"
     result = sandbox.run_here(program, limits=Limits(time_s=1.5))
-    assert result.timed_out and result.stdout == "so far\n�" and 1.5 <= result.seconds < 10
+    assert result.reason == "time" and result.stdout == "so far\n�"
     result = sandbox.run_here("while True: print('x' * 1000)", limits=Limits(output_kib=2))
     assert (result.reason, len(result.stdout)) == ("output", 2048)
     result = sandbox.run_here("import sys; sys.stdout.write('x' * 3000)", limits=Limits(output_kib=2))

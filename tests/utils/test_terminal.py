@@ -43,7 +43,6 @@ def test_setup_in_a_program():
         ("arealite.cli.main", "", "arealite: error: the following arguments are required: COMMAND"),
         ("arealite.cli.main", "replay runs/a --step x", "arealite replay: error: argument --step: invalid int value"),
         ("arealite.cli.main", "init a --template rlvrr", "arealite init: error: argument --template: invalid choice"),
-        ("arealite.cli.main", "train --model a --model b", "arealite train: error: --model must be given once"),
         ("arealite.launcher.local", "train.py", ".local: error: the following arguments are required: --config"),
         ("arealite.server.__main__", "--slot 1", "python -m arealite.server: error: the following arguments are req"),
     ],

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arealite.viewer.charts import MAX_POINTS, charts, thinned, timeline
+from arealite.viewer.charts import MAX_POINTS, charts, thinned
 
 NUM_STEPS = 100_000
 
@@ -78,26 +78,11 @@ def test_tiny_numbers_have_an_exponent_and_no_prefix() -> None:
     assert chart["layout"]["yaxis"]["exponentformat"] == "e", "80f is no number"
 
 
-ROWS = [
-    {"step": 0, "time/step_s": 5.0, "time/weights_s": 0.5, "servers/live": 1.0, "servers/joined": 1.0,
-     "servers/left": 0.0, "weights/sent_mib": 3.0, "policy/canary_gap": 2e-7},
-    {"step": 1, "time/step_s": 7.0, "time/weights_s": 0.25, "time/save_s": 2.0, "servers/live": 2.0,
-     "servers/joined": 3.0, "servers/left": 1.0, "weights/sent_mib": 0.0},
-    {"step": 2, "eval/reward": 1.0, "time/step_s": 1.0},
-]  # fmt: skip
-
-
-def test_updates_and_servers_stand_at_their_second() -> None:
-    (chart,) = timeline(ROWS, {1: "74032ccf", 2: "<b>"}, "broadcast")
-    updates, servers = chart["traces"]
-    assert (updates["x"], updates["y"]) == ([5.0, 10.0], [0.5, 0.25])
-    assert updates["text"] == [
-        "version 1 by broadcast; asked of every server: canary gap 2.0e-07; the trainer's fingerprint 74032ccf",
-        "version 2 within the trainer's process; no canary",
+def test_servers_are_drawn_once_a_run_has_some() -> None:
+    rows = [
+        {"step": step, "servers/live": 1.0 + step, "servers/joined": 2.0 * step, "servers/left": 0.0}
+        for step in range(2)
     ]
-    assert (servers["y"], servers["text"]) == ([1.0, 2.0], ["1 joined", "2 joined, 1 left"])
-    assert timeline(ROWS[2:], {}, "None") == []
-    rows = [{"step": i, "time/step_s": 1.0, "time/weights_s": float(i % 7)} for i in range(5000)]
-    ((trace,),) = (one["traces"] for one in timeline(rows, {}, "disk"))
-    assert len(trace["x"]) < 2100, "texts stay with their points"
-    assert trace["text"] == [f"version {int(x)} through the disk; no canary" for x in trace["x"]]
+    (chart,) = charts(rows, staleness_bound=None)
+    assert chart["title"] == "Servers"
+    assert {one["name"]: one["y"] for one in chart["traces"]} == {"live": [1, 2], "joined": [0, 2], "left": [0, 0]}

@@ -105,10 +105,16 @@ def test_what_never_changes_is_sent_once(
 
 
 @pytest.mark.parametrize("way", ["broadcast", "disk"])
-def test_a_server_that_was_started_anew_unseen_gets_all_weights(
-    actor: FSDPPPOActor, stack: contextlib.ExitStack, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_seen", [False, True])
+def test_a_server_that_was_started_anew_gets_all_weights(
+    actor: FSDPPPOActor,
+    stack: contextlib.ExitStack,
+    is_seen: bool,
+    way: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It refuses to keep what nobody has sent to it, and is not given up for that."""
+    """Unseen by the client it refuses to keep what nobody has sent to it, and is not given up for that."""
     monkeypatch.setattr(weight_update, "_FIRST_PAUSE_S", 0.1)
     before, anew = other_server(), other_server()
     with serve(before):
@@ -117,4 +123,7 @@ def test_a_server_that_was_started_anew_unseen_gets_all_weights(
         publish(actor, rollout, before)
         port = int(before.address.rpartition(":")[2])
     stack.enter_context(serve(anew, port))
+    if is_seen:
+        rollout.servers.suspend(rollout.servers.servers[0])
+        rollout.servers.restore(rollout.servers.servers[0])
     assert publish(actor, rollout, anew) >= bytes_of(anew.model)

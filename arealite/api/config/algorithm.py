@@ -94,6 +94,7 @@ OLDER_KEYS: dict[str, tuple[str, ...]] = {
 
 _NO_VALUES = "none|group_mean|leave_one_out|length_weighted"
 _OF_TEACHER = "The advantage of a token is its log ratio of teacher and student; rewards are only logged. Remove it."
+_OF_PROXIMAL = "It compares the proximal with the rollout policy; set actor.proximal=recompute."
 _GRADIENT = "The expected gradient of others is 0 there, at least near the reference."
 _RULES = (
     ("baseline=none", "reward_scale=none|group_mean", "Equal rewards would be divided by 0; remove it."),
@@ -116,17 +117,13 @@ _RULES = (
             ("discount=1.0", "Tokens of a completion must share its advantage."),
             (f"baseline={_NO_VALUES}", "Tokens of a completion must share its advantage."),
             ("correction.level=null|geometric|sequence", "The objective averages over tokens before bounds apply."),
-            ("second_moment_limit=null", "Tokens share their ratio; set actor.correction.action=mask."),
         )
     ),
     ("kl_in=reward", "kl_estimator=k1", _GRADIENT),
     ("kl_in=loss", "kl_estimator=k2|k3", _GRADIENT),
     ("proximal=current", "ppo_n_minibatches=1", "Later steps have another policy; set actor.proximal=recompute."),
-    ("proximal=current", "second_moment_limit=null", "It needs the whole batch; set actor.proximal=recompute."),
-    *(
-        ("proximal=rollout", rule, "It compares the proximal with the rollout policy; set actor.proximal=recompute.")
-        for rule in ("correction.action=none", "sequence_mask_delta=null", "second_moment_limit=null")
-    ),
+    ("proximal=rollout", "correction.action=none", _OF_PROXIMAL),
+    ("proximal=rollout", "sequence_mask_delta=null", _OF_PROXIMAL),
     ("objective=dppo", "correction.action=none", "Its ratio is to the rollout policy already; remove it."),
     ("correction.action=truncate", "correction.level=token|sequence", "A geometric mean masks completions only."),
 )

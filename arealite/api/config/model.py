@@ -26,9 +26,8 @@ from arealite.api.config.types import (
 class OptimizerConfig(ConfigBase):
     """AdamW and its learning-rate schedule."""
 
-    type: Literal["adam", "adam_bf16", "adam_8bit"] = "adam"
-    """AdamW, whose moments are kept in float32 (`adam`), rounded to bfloat16 (`adam_bf16`: a third less memory), or as
-    8 bits in blocks by torchao (`adam_8bit`: `pip install 'arealite[torchao]'`, and a C++ compiler)."""
+    type: Literal["adam", "adam_bf16"] = "adam"
+    """AdamW, whose moments are kept in float32 (`adam`) or rounded to bfloat16 (`adam_bf16`: a quarter less memory)."""
     lr: NonNegative = 2e-5
     """Peak learning rate."""
     weight_decay: NonNegative = 0.05
@@ -223,9 +222,6 @@ class PPOActorConfig(TrainEngineConfig):
     """Gamma of the advantage estimate. None is 1."""
     gae_lambda: Annotated[Fraction | None, Choice(1.0)] = None
     """Lambda of the advantage estimate. None is 1, in PPOConfig 0.95."""
-    lambda_alpha: Annotated[Positive | None, Choice(when="baseline=critic")] = None
-    """Lambda of the advantages becomes 1 - 1 / (lambda_alpha * trained tokens), of each completion (VAPO: 0.05).
-    None is `gae_lambda`."""
     returns_lambda: Annotated[Fraction | None, Choice(when="baseline=critic")] = None
     """Lambda of the returns that a critic learns (VAPO: 1). None is `gae_lambda`."""
     objective: Annotated[Literal["ppo", "reinforce", "cispo", "sapo", "gmpo", "dppo"] | None, Choice("ppo")] = None
@@ -256,8 +252,6 @@ class PPOActorConfig(TrainEngineConfig):
     """Off-policy correction of the objective."""
     sequence_mask_delta: Positive | None = None
     """Completions with a negative advantage and a mean log(rollout / proximal) above this are left out; None is off."""
-    second_moment_limit: Positive | None = None
-    """Tokens with the largest (log w)^2 are left out until its mean over the batch is at most this; None is off."""
     aggregation: Annotated[
         Literal["token_mean", "sequence_mean", "prompt_mean", "constant"] | None, Choice("token_mean")
     ] = None

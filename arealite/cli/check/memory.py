@@ -31,7 +31,7 @@ GIB = 2**30
 _TIGHT = 0.85  # of a device; the plan omits allocator and library overhead
 _SERVER_SHARE = 0.9  # of a GPU: default of SGLang and vLLM
 _MORE_RANKS = "{more}, use a smaller model, or {key}.fsdp.offload_params=true."
-_MOMENT_BYTES = {"adam": FLOAT32, "adam_bf16": 2, "adam_8bit": 1}
+_MOMENT_BYTES = {"adam": FLOAT32, "adam_bf16": 2}
 _KNOBS = {
     "AdamW moments": "{more}, use a smaller model, {key}.optimizer.type=adam_bf16, or {key}.fsdp.offload_params=true.",
     "activations": "Set {key}.gradient_checkpointing=true, or lower {key}.mb_spec.max_tokens_per_mb. On GPUs "

@@ -216,7 +216,7 @@ class PPOActor:
         columns["corrections"] = torch.ones_like(batch["logprobs"])
         if proximal_BT is not None:
             columns["proximal_logprobs"] = proximal_BT
-            columns["corrections"] = corrections_of(columns, config, self._sum_over_ranks)
+            columns["corrections"] = corrections_of(columns, config)
         return columns
 
     def _step(

@@ -25,11 +25,7 @@ class PPOCritic:
     """Runs a critic on an engine that has a value head. Every method is collective."""
 
     def __init__(self, config: PPOCriticConfig, engine: FSDPEngine) -> None:
-        if not engine.has_value_head:
-            raise ValueError(
-                "the engine of a critic must have a value head: got one of a language model. "
-                "Create it as FSDPEngine(config, has_value_head=True)."
-            )
+        assert engine.has_value_head, "a critic's engine is FSDPEngine(config, has_value_head=True)"
         self.config = config
         self.engine = engine
 

@@ -189,18 +189,6 @@ class RayPlace(RelayPlace):
         return f"Ray to place {names} with {needs}; the cluster has {len(alive)} nodes with {', '.join(has)}"
 
 
-def cluster_nodes() -> list[dict[str, Any]]:
-    """Return name, CPUs, GPUs, kind of GPU and memory in bytes of each node that is alive."""
-    nodes = []
-    for node in ray.nodes():
-        has = node["Resources"]
-        kind = next((name.partition(":")[2] for name in has if name.startswith("accelerator_type:")), "GPU")
-        if node["Alive"]:
-            sizes = {name: has.get(name, 0) for name in ("CPU", "GPU", "memory")}
-            nodes.append({"name": node["NodeName"], "kind": kind, **sizes})
-    return nodes
-
-
 def forwarded_environment() -> dict[str, str]:
     """Return what jobs get of the launcher's environment, and the cluster it is connected to."""
     ours = {name: value for name, value in os.environ.items() if _FORWARDED.fullmatch(name)}

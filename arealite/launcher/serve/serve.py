@@ -25,7 +25,7 @@ from typing import Any
 
 import aiohttp
 
-from arealite.api.errors import ConfigError
+from arealite.api.errors import REFUSED, ConfigError
 from arealite.api.script import show_refusal
 from arealite.api.servers import KINDS
 from arealite.inference.registry import RegistryClient, ServerEntry
@@ -37,7 +37,6 @@ from arealite.utils.network import LOOPBACK, hold_port, port_of
 from arealite.utils.secret import SECRET_VARIABLE, authorization, check_exposed, is_loopback, secret_of_environment
 from arealite.utils.terminal import Parser
 
-REFUSED = 2
 _NOTICE_S = 1.5  # what trainers get to learn that the server leaves, before its requests are aborted
 _DRAIN_S = 10.0
 _LOOK_S = 0.1

@@ -10,11 +10,9 @@ import sys
 from collections.abc import Awaitable, Callable, Collection, MutableMapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from arealite.api.errors import ConfigError
+from arealite.api.errors import REFUSED, ConfigError
 from arealite.api.script import show_refusal
 from arealite.utils.secret import is_authorized, refusal, secret_of_environment
-
-_REFUSED = 2
 
 T = TypeVar("T")
 Message = MutableMapping[str, Any]
@@ -34,7 +32,7 @@ def wrap(
         checked, description = check([flag for flag in flags if flag != "--check"])
     except ConfigError as error:
         show_refusal(error, name=f"{ConfigError.__module__}.ConfigError")
-        return _REFUSED
+        return REFUSED
     if is_check:
         print(json.dumps(description))
     else:

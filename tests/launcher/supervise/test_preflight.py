@@ -87,7 +87,7 @@ def test_what_no_device_holds_is_refused_and_what_others_use_is_a_warning(
     folder: Path, capfd: pytest.CaptureFixture[str], gpu: tuple[int, int] | None, memory: int, message: str
 ) -> None:
     (folder / "train.py").write_text(ENTRY.format(body="return 1.0"))
-    node = Node(() if gpu is None else (Gpu("0", "A", *gpu),), 1, memory, memory)
+    node = Node(() if gpu is None else (Gpu("0", *gpu),), memory, memory)
     words = ["--config", str(folder / "c.yaml"), f"cluster.n_gpus_per_node={len(node.gpus)}"]
     words += ["allocation_mode=d1", "rollout.server_addrs=a:1"] if gpu else []
     assert check(str(folder / "train.py"), words, preflight=node) == message.startswith("problem")
@@ -101,7 +101,7 @@ def test_completions_are_no_longer_than_the_context_in_the_plan(
     (folder / "train.py").write_text(ENTRY.format(body="return 1.0"))
     words = ["--config", str(folder / "c.yaml"), "gconfig.max_new_tokens=8000", "lite.context=16384"]
     words.append("actor.mb_spec.max_tokens_per_mb=null")
-    node = Node((), 1, 2**26, 2**26)
+    node = Node((), 2**26, 2**26)
     assert check(str(folder / "train.py"), words, preflight=node) == 0
     shown = capfd.readouterr().err
     assert "completions are cut before gconfig.max_new_tokens" in shown and "memory" not in shown
