@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import random
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 import testing_forks
 import torch
 import torch.distributed as dist
-from training_cases import OPTIMIZER, of_update, token_batch, train_config, write_model
+from training_cases import OPTIMIZER, of_update, token_batch, train_config
 
 from arealite.api.cli_args import LoRAConfig, OptimizerConfig
 from arealite.api.errors import CheckpointError
@@ -22,7 +21,8 @@ from arealite.engine.sft.lm_engine import FSDPLMEngine
 
 pytestmark = pytest.mark.xdist_group("two_ranks")
 
-UPDATES = 3
+UPDATES = 2
+SHARES = [[0, 3], [1, 2, 4]]
 CONFIGS: dict[str, dict[str, Any]] = {"whole": {}, "lora": {"lora": LoRAConfig(rank=3, dropout=0.2)}}
 """Of odd shards; dropout draws from torch's generators."""
 
@@ -40,8 +40,7 @@ def resume(engine: FSDPLMEngine, first: int, snapshots: list[bytes] | None = Non
     for step in range(first, UPDATES):
         if snapshots is not None:
             snapshots.append(pickle.dumps(engine.snapshot()))
-        rows = [[0, 3], [1, 2, 4]][dist.get_rank()] if dist.get_world_size() == 2 else [0, 1, 2, 3, 4]
-        metrics = engine.train_lm(token_batch([9, 4, 12, 3, 7], seed=step)[rows])
+        metrics = engine.train_lm(token_batch([9, 4, 12, 3, 7], seed=step)[SHARES[dist.get_rank()]])
         engine.set_version(step + 1)
         shards = [parameter.to_local().clone() for parameter in engine.model.parameters()]
         moments = [
@@ -53,8 +52,7 @@ def resume(engine: FSDPLMEngine, first: int, snapshots: list[bytes] | None = Non
     return found
 
 
-def cases(path: str) -> None:
-    """Do in this process what must not differ."""
+def on_each_rank(_: Connection, path: str) -> None:
     torch.set_num_threads(1)
     for changes in CONFIGS.values():
         snapshots: list[bytes] = []
@@ -80,21 +78,13 @@ def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> 
         assert all(torch.equal(a, b) for a, b in zip(ours["shards"], others["shards"], strict=True))
 
 
-def test_one_rank_continues_from_a_snapshot(tmp_path: Path) -> None:
-    cases(write_model(tmp_path))
-
-
-def on_each_rank(_: Connection, path: str) -> None:
-    cases(path)
-
-
-def test_two_ranks_continue_from_their_snapshots(tmp_path: Path) -> None:
-    with testing_forks.two_ranks(on_each_rank, write_model(tmp_path)) as ranks:
+def test_two_ranks_continue_from_their_snapshots(lm_path: str) -> None:
+    with testing_forks.two_ranks(on_each_rank, lm_path) as ranks:
         assert [rank.end() for rank in ranks] == [0, 0]
 
 
-def test_a_snapshot_of_another_rank_is_refused(tmp_path: Path) -> None:
-    engine = make(write_model(tmp_path))
+def test_a_snapshot_of_another_rank_is_refused(lm_path: str) -> None:
+    engine = make(lm_path)
     taken = engine.snapshot()
     assert all(not isinstance(one, torch.Tensor) for one in taken["state"]["model"].values())
     with pytest.raises(CheckpointError, match="a snapshot for rank 0 of 1 must be its own: got one of rank 1 of 2"):

@@ -1,7 +1,9 @@
 """Costs of updates by hand, and against what torch counts."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,6 @@ from training_cases import VOCABULARY, token_batch, train_config, write_model
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedModel, Qwen3MoeConfig
 
 from arealite.api.cli_args import LoRAConfig, TrainEngineConfig
-from arealite.api.io_struct import FinetuneSpec
 from arealite.engine.lora import add_adapters
 from arealite.engine.metrics import UpdateCosts, flops_per_token, peak_flops
 from arealite.engine.sft.lm_engine import FSDPLMEngine
@@ -27,10 +28,10 @@ def meta(config: object) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
-def test_an_update_has_the_flops_that_torch_counts(tmp_path: Path, tie: bool) -> None:
-    engine = FSDPLMEngine(train_config(write_model(tmp_path, tie=tie), max_tokens=50, gradient_checkpointing=False))
-    engine.initialize(None, FinetuneSpec(1, 100, 10))
-    engine.costs.peak = 1e9  # of a device that is known
+def test_an_update_has_the_flops_that_torch_counts(start: Callable[..., Any], tmp_path: Path, tie: bool) -> None:
+    engine = start(FSDPLMEngine(train_config(write_model(tmp_path, tie=tie), max_tokens=50)))
+    assert "perf/mfu" not in engine.train_lm(token_batch(LENGTHS)), "the peak of this device is not known"
+    engine.costs.peak = 1e9
     began = time.monotonic()
     with FlopCounterMode(display=False) as counter:
         metrics = engine.train_lm(token_batch(LENGTHS))
@@ -45,14 +46,6 @@ def test_an_update_has_the_flops_that_torch_counts(tmp_path: Path, tie: bool) ->
     assert metrics["perf/padding_share"] == metrics["perf/idle_share"] == metrics["perf/idle_share_max"] == 0
     assert 0.1 < metrics["perf/memory_gib_max"] < 8
     assert engine.costs.take(engine.parallelism_group)["perf/model_tflops"] == 0, "each update for itself"
-    engine.destroy()
-
-
-def test_without_a_known_device_there_is_no_utilization(tmp_path: Path) -> None:
-    engine = FSDPLMEngine(train_config(write_model(tmp_path)))
-    engine.initialize(None, FinetuneSpec(1, 100, 10))
-    assert "perf/mfu" not in engine.train_lm(token_batch(LENGTHS))
-    engine.destroy()
 
 
 @pytest.mark.parametrize(
@@ -60,15 +53,10 @@ def test_without_a_known_device_there_is_no_utilization(tmp_path: Path) -> None:
     [
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H100 NVL", 835e12),
-        ("NVIDIA H200", 989e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA L40S", 362e12),
         ("NVIDIA L4", 121e12),
-        ("NVIDIA B200", 2250e12),
         ("NVIDIA H20", None),
-        ("NVIDIA GB200", None),
-        ("NVIDIA A10", None),
         ("NVIDIA L40", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("", None),
@@ -96,9 +84,8 @@ def test_experts_that_are_not_asked_do_not_count() -> None:
     assert flops_per_token(meta(Qwen3MoeConfig(**sizes))) == 6 * (attention + router + 2 * expert + 50 * 32)
 
 
-def test_frozen_weights_need_no_gradient(tmp_path: Path) -> None:
-    path = write_model(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(path)
-    add_adapters(model, TrainEngineConfig(path=path, lora=LoRAConfig(rank=3)))
+def test_frozen_weights_need_no_gradient(lm_path: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(lm_path)
+    add_adapters(model, TrainEngineConfig(path=lm_path, lora=LoRAConfig(rank=3)))
     adapters = sum(one.numel() for one in model.parameters() if one.requires_grad)
     assert flops_per_token(model) == 4 * PRODUCTS + 6 * adapters

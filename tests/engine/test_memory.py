@@ -35,7 +35,7 @@ SHAPE = {
 
 
 def peaks_of_rank(pipe: Connection, path: str) -> None:
-    """Send the peak of a step of four micro-batches, without parameters and moments, for both ways to reduce."""
+    """Send the peak of a step of two micro-batches, without parameters and moments, for both ways to reduce."""
     torch.set_num_threads(1)
     peaks = {}
     for reduces_once in (False, True):
@@ -43,8 +43,8 @@ def peaks_of_rank(pipe: Connection, path: str) -> None:
         config = train_config(path, max_tokens=LENGTH, dtype="bfloat16", gradient_checkpointing=True, fsdp=sharding)
         engine = FSDPEngine(config)
         engine.initialize(None, FinetuneSpec(1, 100, 10))
-        batch = token_batch([LENGTH] * 4)
-        engine.train_batch(batch, sft_loss_fn, count_loss_tokens)  # makes the moments
+        batch = token_batch([LENGTH] * 2)
+        engine.train_batch(batch[:1], sft_loss_fn, count_loss_tokens)  # makes the moments
         with PeakBytes() as bytes_of_step:
             engine.train_batch(batch, sft_loss_fn, count_loss_tokens)
         peaks[reduces_once] = bytes_of_step.peak

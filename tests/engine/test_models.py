@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +13,10 @@ import torch
 import transformers
 from tiny_models import VOCAB_SIZE, build, config
 from training_cases import actor_config, trajectory_batch
+from transformers import PreTrainedConfig
 
 from arealite.api.cli_args import LoRAConfig
-from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta
+from arealite.api.io_struct import SaveLoadMeta
 from arealite.engine.hf_model import build_meta_model
 from arealite.engine.packed_attention import PACKED_SDPA
 from arealite.engine.ppo.actor import FSDPPPOActor
@@ -45,9 +48,13 @@ REFUSED = ("Gemma2", "Mamba")
 LENGTHS = [9, 4, 12, 3]
 
 
-def write(folder: Path, family: str, **changes: object) -> str:
+def config_of(family: str, **changes: object) -> PreTrainedConfig:
     name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
-    build(config(getattr(transformers, name), **changes), seed=1).save_pretrained(folder)
+    return config(getattr(transformers, name), **changes)
+
+
+def write(folder: Path, family: str, **changes: object) -> str:
+    build(config_of(family, **changes), seed=1).save_pretrained(folder)
     return str(folder)
 
 
@@ -64,28 +71,25 @@ def served(path: str, rows: list[list[int]]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", WORKS)
-def test_a_family_is_sampled_from_trained_saved_and_served_again(tmp_path: Path, family: str) -> None:
-    torch.set_num_threads(1)
+def test_a_family_is_sampled_from_trained_saved_and_served_again(
+    start: Callable[..., Any], tmp_path: Path, family: str
+) -> None:
     path = write(tmp_path / "model", family, **WORKS[family])
     batch = trajectory_batch(LENGTHS, 2)
     batch["input_ids"].clamp_(max=47)
     rows = [row[:length] for row, length in zip(batch["input_ids"].tolist(), LENGTHS)]
-    actor = FSDPPPOActor(actor_config(path, group_size=2, ppo_n_minibatches=1))
-    actor.initialize(None, FinetuneSpec(1, 100, 10))
-    try:
-        for folder in (path, str(tmp_path / "trained")):
-            logprobs = actor.compute_logprobs(batch)
-            for row, (length, expected) in enumerate(zip(LENGTHS, served(folder, rows))):
-                torch.testing.assert_close(logprobs[row, 2:length], expected, atol=1e-5, rtol=1e-5)
-            if folder == path:
-                batch["logprobs"] = logprobs * batch["loss_mask"]
-                actor.compute_advantages(batch)
-                assert actor.ppo_update(batch)["optim/grad_norm"] > 0
-                actor.save(SaveLoadMeta(path=str(tmp_path / "trained")))
-                before = logprobs
-        assert not torch.allclose(before, logprobs, atol=1e-3), "the step changed the model"
-    finally:
-        actor.destroy()
+    actor = start(FSDPPPOActor(actor_config(path, group_size=2, ppo_n_minibatches=1)))
+    for folder in (path, str(tmp_path / "trained")):
+        logprobs = actor.compute_logprobs(batch)
+        for row, (length, expected) in enumerate(zip(LENGTHS, served(folder, rows))):
+            torch.testing.assert_close(logprobs[row, 2:length], expected, atol=1e-5, rtol=1e-5)
+        if folder == path:
+            batch["logprobs"] = logprobs * batch["loss_mask"]
+            actor.compute_advantages(batch)
+            assert actor.ppo_update(batch)["optim/grad_norm"] > 0
+            actor.save(SaveLoadMeta(path=str(tmp_path / "trained")))
+            before = logprobs
+    assert not torch.allclose(before, logprobs, atol=1e-3), "the step changed the model"
 
 
 @pytest.mark.parametrize("family", REFUSED)
@@ -105,12 +109,11 @@ def test_the_page_names_these_families() -> None:
     assert dict(rows) == dict.fromkeys(WORKS, "works") | dict.fromkeys(REFUSED, "refused")
 
 
-@pytest.mark.parametrize("family", ["Gemma3", "Phi3", "GPTNeoX", "OPT"])
-def test_adapters_of_other_families_are_merged_rightly(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize("family", ["Gemma3", "GPTNeoX"])
+def test_adapters_of_other_families_are_merged_rightly(start: Callable[..., Any], tmp_path: Path, family: str) -> None:
     lora = LoRAConfig(rank=4, merge_on_save=True)
     path = write(tmp_path / "base", family, **WORKS[family])
-    actor = FSDPPPOActor(actor_config(path, lora=lora, group_size=2))
-    actor.initialize(None, FinetuneSpec(1, 10, 1))
+    actor = start(FSDPPPOActor(actor_config(path, lora=lora, group_size=2)))
     batch = trajectory_batch(LENGTHS, group_size=2)
     batch["input_ids"] %= VOCAB_SIZE
     before = actor.compute_logprobs(batch)
@@ -119,7 +122,6 @@ def test_adapters_of_other_families_are_merged_rightly(tmp_path: Path, family: s
         actor.ppo_update(batch)
     after = actor.compute_logprobs(batch)
     actor.save(SaveLoadMeta(str(tmp_path / "merged")))
-    actor.destroy()
     rows = [row[:length].tolist() for row, length in zip(batch["input_ids"], LENGTHS)]
     for row, found in enumerate(served(str(tmp_path / "merged"), rows)):
         torch.testing.assert_close(found, after[row, 2 : LENGTHS[row]], atol=1e-5, rtol=0)

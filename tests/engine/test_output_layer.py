@@ -1,30 +1,28 @@
-"""Hidden states and the output layer give the logits that each model of transformers gives itself."""
+"""What models do to logits after the output layer is done here as well; test_models.py has those that do nothing."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import transformers
-from test_models import WORKS
+from test_models import config_of
 from tiny_models import build, config
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from arealite.engine.hf_model import logits_of, return_hidden_states
 
 AFTER_THE_OUTPUT_LAYER: dict[str, tuple[str, dict[str, object]]] = {
-    "Granite, divided": ("GraniteConfig", {"logits_scaling": 8.0}),
-    "Cohere, multiplied": ("CohereConfig", {"logit_scale": 0.3}),
-    "HyperCLOVAX, multiplied by logits_scaling": ("HyperCLOVAXConfig", {"logits_scaling": 0.3}),
-    "Gemma3, soft-capped": ("Gemma3TextConfig", {"final_logit_softcapping": 2.0}),
-    "Phi, with a bias": ("PhiConfig", {"num_key_value_heads": 4}),
+    "Granite, divided": ("Granite", {"logits_scaling": 8.0}),
+    "Cohere, multiplied": ("Cohere", {"logit_scale": 0.3}),
+    "HyperCLOVAX, multiplied by logits_scaling": ("HyperCLOVAX", {"logits_scaling": 0.3}),
+    "Gemma3, soft-capped": ("Gemma3", {"final_logit_softcapping": 2.0}),
+    "Phi, with a bias": ("Phi", {"num_key_value_heads": 4}),
 }
-CASES = {f: ("Gemma3TextConfig" if f == "Gemma3" else f"{f}Config", changes) for f, changes in WORKS.items()}
 
 
-@pytest.mark.parametrize("name", [*CASES, *AFTER_THE_OUTPUT_LAYER])
+@pytest.mark.parametrize("name", AFTER_THE_OUTPUT_LAYER)
 def test_logits_are_those_of_transformers(name: str) -> None:
-    config_name, changes = (CASES | AFTER_THE_OUTPUT_LAYER)[name]
-    model = build(config(getattr(transformers, config_name), **changes), seed=1)
+    family, changes = AFTER_THE_OUTPUT_LAYER[name]
+    model = build(config_of(family, **changes), seed=1)
     input_ids = torch.arange(2, 14)[None]
     with torch.no_grad():
         if (bias := model.get_output_embeddings().bias) is not None:
@@ -36,7 +34,7 @@ def test_logits_are_those_of_transformers(name: str) -> None:
         logits = make_logits(model(input_ids=input_ids, use_cache=False)[0])
     torch.testing.assert_close(logits.dense(), expected, atol=1e-5, rtol=1e-5)
     assert (logits.bias_V is not None) == ("bias" in name)
-    assert (logits.scale != 1 or logits.softcap is not None) == (name in AFTER_THE_OUTPUT_LAYER and "Phi" not in name)
+    assert (logits.scale != 1 or logits.softcap is not None) == ("Phi" not in name)
 
 
 def test_a_model_on_the_meta_device_is_probed_too() -> None:

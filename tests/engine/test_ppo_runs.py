@@ -1,38 +1,28 @@
 """Runs of several rows: groups, metrics and baselines count a run once, however many rows it has."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
-from training_cases import actor_config, trajectory_batch, write_model
+from training_cases import actor_config, trajectory_batch
 
-from arealite.api.io_struct import FinetuneSpec
+from arealite.algorithms.advantages import AdvantageFn
 from arealite.engine.ppo.actor import FSDPPPOActor
 
 Make = Callable[..., FSDPPPOActor]
 ROWS_OF_RUNS = [3, 1, 1, 2]  # two groups of two runs
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    torch.set_num_threads(1)
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
-def make(model_path: str) -> Iterator[Make]:
-    actors: list[FSDPPPOActor] = []
+def make(start: Callable[..., Any], lm_path: str) -> Make:
+    def make_actor(advantage_fn: AdvantageFn | None = None, **changes: object) -> FSDPPPOActor:
+        config = actor_config(lm_path, **{"group_size": 2, "adv_norm": False, **changes})
+        return start(FSDPPPOActor(config, advantage_fn=advantage_fn))
 
-    def make_actor(**changes: object) -> FSDPPPOActor:
-        actors.append(FSDPPPOActor(actor_config(model_path, **{"group_size": 2, "adv_norm": False, **changes})))
-        actors[-1].initialize(None, FinetuneSpec(1, 100, 10))
-        return actors[-1]
-
-    yield make_actor
-    for actor in actors:
-        actor.destroy()
+    return make_actor
 
 
 def batch_of(rewards: list[float], rows_of_runs: list[int] = ROWS_OF_RUNS) -> TensorDict:
@@ -54,12 +44,6 @@ def of_runs(batch: TensorDict) -> list[float]:
     return [values.pop() for _, values in sorted(found.items())]
 
 
-def test_three_rows_of_reward_1_against_one_of_0_are_1_and_minus_1(make: Make) -> None:
-    batch = batch_of([1.0, 0.0, 0.0, 1.0])
-    make(group_reward_norm=True).compute_advantages(batch)
-    assert of_runs(batch) == pytest.approx([1.0, -1.0, -1.0, 1.0], abs=1e-4)
-
-
 LENGTHS = [1 + 2 + 3, 4, 5, 6 + 7]  # of the runs
 WEIGHTED = [(1.0 * LENGTHS[0]) / (LENGTHS[0] + LENGTHS[1]), (3.0 * LENGTHS[3]) / (LENGTHS[2] + LENGTHS[3])]
 
@@ -77,7 +61,10 @@ WEIGHTED = [(1.0 * LENGTHS[0]) / (LENGTHS[0] + LENGTHS[1]), (3.0 * LENGTHS[3]) /
     ],
 )
 def test_every_baseline_and_scale_counts_runs(make: Make, baseline: str, scale: str, expected: list[float]) -> None:
+    """Rewards of turns play no part in baselines of groups."""
     batch = batch_of([1.0, 0.0, 0.0, 3.0])
+    if baseline == "group_mean":
+        batch["turn_rewards"] = torch.rand(batch["loss_mask"].shape) * batch["loss_mask"]
     make(baseline=baseline, reward_scale=scale).compute_advantages(batch)
     assert of_runs(batch) == pytest.approx(expected, abs=1e-4)
 
@@ -91,18 +78,15 @@ def test_the_penalty_of_an_answer_is_that_of_all_its_rows(make: Make) -> None:
     assert of_runs(batch) == pytest.approx([gaps[0], -gaps[0], gaps[1], -gaps[1]], abs=1e-4)
 
 
-def test_an_own_advantage_function_gets_runs(make: Make, model_path: str) -> None:
+def test_an_own_advantage_function_gets_runs(make: Make) -> None:
     seen = []
 
     def advantages(rewards: torch.Tensor, group_index: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
         seen.extend([rewards.tolist(), group_index.tolist(), num_tokens.tolist()])
         return rewards * 10
 
-    actor = FSDPPPOActor(actor_config(model_path, adv_norm=False), advantage_fn=advantages)
-    actor.initialize(None, FinetuneSpec(1, 100, 10))
     batch = batch_of([1.0, 0.0, 0.0, 3.0])
-    actor.compute_advantages(batch)
-    actor.destroy()
+    make(advantages).compute_advantages(batch)
     assert seen == [[1.0, 0.0, 0.0, 3.0], [0, 0, 1, 1], LENGTHS]
     assert of_runs(batch) == [10.0, 0.0, 0.0, 30.0]
 
@@ -148,19 +132,3 @@ def test_a_critic_sees_rewards_where_turns_earned_them(make: Make, baseline: str
         torch.testing.assert_close(batch["returns"], to_go)
         to_go -= batch["values"] * batch["loss_mask"]
     torch.testing.assert_close(batch["advantages"], to_go)
-
-
-def test_baselines_of_groups_leave_rewards_of_turns_out(make: Make) -> None:
-    batch = batch_of([1.0, 0.0, 0.0, 3.0])
-    batch["turn_rewards"] = torch.rand(batch["loss_mask"].shape) * batch["loss_mask"]
-    make(baseline="group_mean").compute_advantages(batch)
-    assert of_runs(batch) == pytest.approx([0.5, -0.5, -1.5, 1.5])
-
-
-def test_rows_of_a_run_share_a_minibatch_and_a_step_changes_the_model(make: Make) -> None:
-    batch = batch_of([1.0, 0.0, 0.0, 3.0])
-    actor = make(ppo_n_minibatches=2, baseline="group_mean")
-    before = actor.compute_logprobs(batch)
-    actor.compute_advantages(batch)
-    assert actor.ppo_update(batch)["optim/grad_norm"] > 0
-    assert not torch.equal(actor.compute_logprobs(batch), before)

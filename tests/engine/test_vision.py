@@ -1,8 +1,10 @@
 """Training of models that see images: as transformers computes them row by row, whatever is packed with what."""
 
 import os
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import testing_forks
@@ -11,24 +13,23 @@ from safetensors.torch import load_file
 from tensordict import TensorDict
 from testing_images import vision_batch, write_model
 from testing_quickstart import make_tiny_model
-from training_cases import actor_config, train_config
+from training_cases import SPEC, actor_config, train_config
 from transformers import AutoModelForImageTextToText
 
 from arealite.algorithms.logprobs import count_loss_tokens
 from arealite.api.cli_args import LoRAConfig
-from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta
+from arealite.api.io_struct import SaveLoadMeta
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.sft.lm_engine import FSDPLMEngine, sft_loss_fn
 from arealite.utils.hf import load_hf_tokenizer, load_image_processor
 
 SAMPLED_PLACEHOLDER = 3  # row of `vision_batch` that transformers can't run: it counts the id that was sampled
-SPEC = FinetuneSpec(1, 100, 10)
+Start = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    torch.set_num_threads(1)
     return write_model(tmp_path_factory.mktemp("vision") / "model")
 
 
@@ -51,12 +52,10 @@ def reference(path: str, row: TensorDict) -> tuple[torch.Tensor, torch.nn.Module
     return torch.cat([torch.zeros(1), logprobs.gather(-1, ids[0, 1:, None])[:, 0]]), model
 
 
-def test_logprobs_are_those_of_transformers(path: str, batch: TensorDict) -> None:
-    actor = FSDPPPOActor(actor_config(path))
-    actor.initialize(None, SPEC)
+def test_logprobs_are_those_of_transformers(start: Start, path: str, batch: TensorDict) -> None:
+    actor = start(FSDPPPOActor(actor_config(path)))
     together = actor.compute_logprobs(batch)
-    alone = torch.cat([torch.nn.functional.pad(actor.compute_logprobs(row[None]), (0, 0)) for row in batch])
-    actor.destroy()
+    alone = torch.cat([actor.compute_logprobs(row[None]) for row in batch])
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
     assert len(together[SAMPLED_PLACEHOLDER].unique()) > 10
     for index, row in enumerate(batch):
@@ -77,16 +76,6 @@ def step(path: str, batch: TensorDict, **config: object) -> tuple[float, dict[st
     return loss, gradients
 
 
-@pytest.mark.parametrize(
-    "config", [{"n_mbs": 3}, {"max_tokens": 40}, {"n_mbs": 7, "gradient_checkpointing": True}], ids=str
-)
-def test_gradients_depend_on_no_packing(path: str, batch: TensorDict, config: dict[str, object]) -> None:
-    loss, gradients = step(path, batch)
-    other_loss, others = step(path, batch, **config)
-    assert other_loss == pytest.approx(loss, abs=1e-6)
-    assert_equal(others, gradients)
-
-
 def assert_equal(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():
@@ -95,7 +84,7 @@ def assert_equal(gradients: dict[str, torch.Tensor], expected: dict[str, torch.T
 
 def test_gradients_are_those_of_transformers(path: str, batch: TensorDict) -> None:
     rows = [index for index in range(len(batch)) if index != SAMPLED_PLACEHOLDER]
-    _, gradients = step(path, batch[rows], max_tokens=40)
+    _, gradients = step(path, batch[rows], max_tokens=40, gradient_checkpointing=True)
     expected = dict.fromkeys(gradients, torch.tensor(0.0))
     num_tokens = int(batch[rows]["loss_mask"].sum())
     for row in batch[rows]:
@@ -135,53 +124,33 @@ def step_of_rank(_: Connection, path: str, batch: TensorDict, out: Path) -> None
             torch.save(found, out / f"{name}.pt")
 
 
-def test_a_model_is_fine_tuned_saved_and_read_again(path: str, batch: TensorDict, tmp_path: Path) -> None:
-    engine = FSDPLMEngine(train_config(path))
-    engine.initialize(None, SPEC)
+def test_a_model_is_fine_tuned_saved_and_read_again(start: Start, path: str, batch: TensorDict, tmp_path: Path) -> None:
+    engine = start(FSDPLMEngine(train_config(path)))
     losses = [engine.train_lm(batch)["sft/loss"] for _ in range(3)]
     assert losses[2] < losses[0] - 0.1
     meta = SaveLoadMeta(str(tmp_path), tokenizer=load_hf_tokenizer(path), processor=load_image_processor(path))
     engine.save(meta)
-    now = engine.evaluate_lm(batch)
-    engine.destroy()
-    again = FSDPLMEngine(train_config(str(tmp_path)))
-    again.initialize(None, SPEC)
-    assert again.evaluate_lm(batch) == pytest.approx(now, abs=1e-6)
-    again.destroy()
+    again = start(FSDPLMEngine(train_config(str(tmp_path))))
+    assert again.evaluate_lm(batch) == pytest.approx(engine.evaluate_lm(batch), abs=1e-6)
     assert load_file(tmp_path / "model.safetensors").keys() == load_file(f"{path}/model.safetensors").keys()
     assert load_image_processor(tmp_path).size == load_image_processor(path).size
 
 
-def test_prompts_whose_images_got_lost_are_refused(path: str, batch: TensorDict) -> None:
-    engine = FSDPLMEngine(train_config(path))
-    engine.initialize(None, SPEC)
+def test_prompts_whose_images_got_lost_are_refused(start: Start, path: str, batch: TensorDict) -> None:
+    engine = start(FSDPLMEngine(train_config(path)))
     with pytest.raises(ValueError, match=r"^a batch of prompts with images must have pixel_values and image_grid_thw"):
         engine.evaluate_lm(batch.exclude("pixel_values", "image_grid_thw"))
     cut = batch[:1]
     cut["attention_mask"][:, :5] = False
     with pytest.raises(ValueError, match=r"^a sequence must have a placeholder for each of the 8 tokens of its images"):
         engine.evaluate_lm(cut)
-    engine.destroy()
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (
-            lambda path: FSDPEngine(train_config(path, lora=LoRAConfig(rank=2))),
-            "must be matrices: got .*visual.patch_embed",
-        ),
-        (
-            lambda path: FSDPEngine(train_config(path), has_value_head=True),
-            "must have a sequence classifier .* qwen2_5_vl",
-        ),
-    ],
-    ids=["lora", "critic"],
-)
-def test_what_such_models_can_not_do_is_refused(path: str, build: object, message: str) -> None:
-    engine = build(path)
-    with pytest.raises(ValueError, match=message):
-        engine.initialize(None, SPEC)
+def test_what_such_models_can_not_do_is_refused(start: Start, path: str) -> None:
+    with pytest.raises(ValueError, match=r"must be matrices: got .*visual.patch_embed"):
+        start(FSDPEngine(train_config(path, lora=LoRAConfig(rank=2))))
+    with pytest.raises(ValueError, match=r"must have a sequence classifier .* qwen2_5_vl"):
+        start(FSDPEngine(train_config(path), has_value_head=True))
 
 
 def test_a_model_that_sees_no_images_takes_no_image_processor(tmp_path: Path) -> None:

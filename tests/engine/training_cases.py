@@ -8,9 +8,12 @@ from tensordict import TensorDict
 from transformers import AutoModelForSequenceClassification, Qwen3Config, Qwen3ForCausalLM
 
 from arealite.api.cli_args import MicroBatchSpec, OptimizerConfig, PPOActorConfig, PPOCriticConfig, TrainEngineConfig
+from arealite.api.io_struct import FinetuneSpec
+from arealite.engine.fsdp_engine import FSDPEngine
 
 VOCABULARY = 49
 """Odd, so that two ranks hold unequal shards."""
+SPEC = FinetuneSpec(1, 100, 10)
 OPTIMIZER = {"lr": 1e-2, "weight_decay": 0.0, "warmup_steps_proportion": 0.0, "gradient_clipping": 1e9}
 
 
@@ -99,3 +102,27 @@ def of_update(metrics: dict[str, float]) -> dict[str, float]:
     """Return the metrics of an update but its costs, which depend on ranks and micro-batches."""
     costs = ("perf/idle_share", "perf/idle_share_max", "perf/padding_share", "perf/memory_gib_max")
     return {key: value for key, value in metrics.items() if key not in costs}
+
+
+def full_params(engine: FSDPEngine) -> dict[str, torch.Tensor]:
+    return {name: parameter.full_tensor().detach().clone() for name, parameter in engine.model.named_parameters()}
+
+
+def gradients(engine: FSDPEngine) -> dict[str, torch.Tensor]:
+    """Read the last gradient off the first moments that one step left."""
+    moments = {name: engine.optimizer.state[p] for name, p in engine.model.named_parameters() if p.requires_grad}
+    return {name: moment["exp_avg"].full_tensor() / 0.1 for name, moment in moments.items()}
+
+
+def plain_logprobs(model: torch.nn.Module, batch: TensorDict, temperature: float = 1.0) -> torch.Tensor:
+    """Return the logprobs `[B, T]` of tokens by transformers alone, row by row without padding."""
+    out_BT = torch.zeros(batch["input_ids"].shape)
+    for row, ids in enumerate(batch["input_ids"]):
+        length = int(batch["attention_mask"][row].sum())
+        logprobs = (model(ids[None, :length]).logits[0].float() / temperature).log_softmax(-1)
+        out_BT[row, 1:length] = logprobs[: length - 1].gather(1, ids[1:length, None]).squeeze(1)
+    return out_BT
+
+
+def gradient_norm(model: torch.nn.Module) -> float:
+    return torch.nn.utils.get_total_norm([one.grad for one in model.parameters() if one.grad is not None]).item()

@@ -1,6 +1,5 @@
 """What each of two ranks runs in `test_fsdp_two_ranks.py`; results go to a folder."""
 
-import logging
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,10 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from training_cases import (
     OPTIMIZER,
+    SPEC,
     actor_config,
     critic_config,
+    full_params,
     pair_batch,
     token_batch,
     train_config,
@@ -20,7 +21,7 @@ from training_cases import (
 
 from arealite.algorithms.logprobs import count_loss_tokens
 from arealite.api.cli_args import DPOEngineConfig, FSDPEngineConfig, LoRAConfig, MicroBatchSpec, OptimizerConfig
-from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
+from arealite.api.io_struct import SaveLoadMeta, WeightUpdateMeta
 from arealite.engine.dpo.dpo_engine import FSDPDPOEngine
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.hf_model import checkpoint_shapes, iter_full_params
@@ -41,17 +42,13 @@ REPLICATED = {"fsdp": FSDPEngineConfig(dp_replicate=2)}
 """A whole model on each rank."""
 ENGINES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "unequal": ("tied", "unequal", {}),
-    "empty": ("tied", "empty", {}),
-    "untied": ("untied", "unequal", {}),
     "untied empty": ("untied", "empty", {}),
-    "untied offloaded": ("untied", "unequal", OFFLOADED),
     "offloaded": ("tied", "empty", OFFLOADED),
-    "reduced once": ("tied", "unequal", REDUCED_ONCE),
     "untied empty reduced once": ("untied", "empty", REDUCED_ONCE),
     "replicated": ("tied", "unequal", REPLICATED),
     "untied empty replicated": ("untied", "empty", REPLICATED),
     "lora": ("tied", "unequal", LORA),
-    "lora empty": ("tied", "empty", LORA),
+    "lora empty, offloaded": ("tied", "empty", LORA | OFFLOADED),
 }
 """Model, share and config."""
 LENGTHS = [9, 4, 12, 3, 7, 11, 8, 8]
@@ -109,10 +106,6 @@ class BrokenTokenizer:
         raise OSError(28, "No space left on device")
 
 
-def full_params(engine: FSDPEngine) -> dict[str, torch.Tensor]:
-    return {name: parameter.full_tensor().detach().clone() for name, parameter in engine.model.named_parameters()}
-
-
 def sft_steps(engine: FSDPEngine, batches: list[TensorDict]) -> dict[str, object]:
     """Take one step per batch and return what came of it."""
     losses = [engine.train_batch(batch, sft_loss_fn, count_loss_tokens)["loss"] for batch in batches]
@@ -135,7 +128,7 @@ def dpo_steps(path: str, rows: list[int]) -> dict[str, object]:
     spec = MicroBatchSpec(max_tokens_per_mb=30)
     config = DPOEngineConfig(path=path, dtype="float32", mb_spec=spec, **STEADY)
     engine = FSDPDPOEngine(config)
-    engine.initialize(None, FinetuneSpec(1, 100, 10))
+    engine.initialize(None, SPEC)
     batch = PAIRS[rows]
     batch["ref_logprobs"] = engine.compute_logprobs(batch) * 0.9
     metrics = [engine.train_dpo(batch) for _ in range(2)]
@@ -158,7 +151,7 @@ def critic_run(path: str, batch: TensorDict, idle_batch: TensorDict | None = Non
     actor = FSDPPPOActor(actor_config(path, algorithm="ppo", group_size=2, **STEADY))
     critic = FSDPPPOCritic(critic_config(path, group_size=2, ppo_n_minibatches=3))
     for engine in (actor, critic):
-        engine.initialize(None, FinetuneSpec(1, 100, 10))
+        engine.initialize(None, SPEC)
     found = [critic_steps(actor, critic, one) for one in (batch, idle_batch) if one is not None]
     for engine in (critic, actor):
         engine.destroy()
@@ -177,7 +170,7 @@ def main(_: Connection, paths: dict[str, str], out: Path) -> None:
     found: dict[str, object] = {}
     for name, (model, share, changes) in ENGINES.items():
         engine = FSDPEngine(train_config(paths[model], max_tokens=15, **STEADY, **changes))
-        engine.initialize(None, FinetuneSpec(1, 100, 10))
+        engine.initialize(None, SPEC)
         rank = dist.get_rank()
         found[name] = sft_steps(engine, [batch[SHARES[share][rank]] for batch in BATCHES])
         if name == "replicated":
@@ -191,9 +184,8 @@ def main(_: Connection, paths: dict[str, str], out: Path) -> None:
         engine.destroy()
 
     engine = FSDPEngine(train_config(paths["tied"], **STEADY))
-    engine.initialize(None, FinetuneSpec(1, 100, 10))
+    engine.initialize(None, SPEC)
     engine.load(SaveLoadMeta(paths["resumed"], with_optim=True))
-    found["formatters"] = [type(handler.formatter).__name__ for handler in logging.getLogger().handlers]
     found["resumed"] = sft_steps(engine, [batch[SHARES["unequal"][rank]] for batch in BATCHES])
     engine.save(SaveLoadMeta(str(out / "saved"), with_optim=True))
     found["saved"], found["fingerprint"] = full_params(engine), engine.fingerprint()
@@ -209,7 +201,7 @@ def main(_: Connection, paths: dict[str, str], out: Path) -> None:
 
     for name, (choices, advantage_fn) in PPO_RUNS.items():
         actor = FSDPPPOActor(actor_config(paths["tied"], **STEADY, **choices), advantage_fn=advantage_fn)
-        actor.initialize(None, FinetuneSpec(1, 100, 10))
+        actor.initialize(None, SPEC)
         found[name] = ppo_steps(actor, TRAJECTORIES[TRAJECTORY_SHARES[rank]])
         if name == "ppo":  # a rank without a single trajectory takes part in everything and reports the same metrics
             found["idle"] = ppo_steps(actor, TRAJECTORIES[[] if rank == 0 else list(range(len(TRAJECTORIES)))])
