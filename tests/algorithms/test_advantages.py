@@ -18,20 +18,6 @@ from arealite.algorithms.advantages import (
 from arealite.api.cli_args import PPOActorConfig, resolve_choices
 
 
-def test_two_groups_by_hand() -> None:
-    rewards, groups = torch.tensor([1.0, 5.0, 0.0, 5.0]), torch.tensor([0, 1, 0, 1])
-    normalized = whiten(rewards, groups, 2)
-    # group 0: mean 0.5, deviation 0.5; group 1: no deviation
-    assert normalized.tolist() == pytest.approx([1.0, 0.0, -1.0, 0.0], abs=1e-5)
-    assert normalized[1].item() == 0.0 and normalized[3].item() == 0.0
-
-
-@pytest.mark.parametrize("value", [0.1, 1 / 3, 1e8])
-def test_equal_rewards_and_groups_of_one_normalise_to_exactly_zero(value: float) -> None:
-    assert whiten(torch.full((7,), value), torch.zeros(7, dtype=torch.long), 1).tolist() == [0.0] * 7
-    assert whiten(torch.full((3,), value), torch.arange(3), 3).tolist() == [0.0] * 3
-
-
 @given(st.lists(st.tuples(st.floats(-10, 10, width=32), st.integers(0, 3), st.booleans()), min_size=1, max_size=20))
 def test_rows_of_a_group_may_lie_on_two_ranks(rows: list[tuple[float, int, bool]]) -> None:
     values, groups, is_on_rank0 = (torch.tensor(column) for column in zip(*rows))
@@ -66,15 +52,6 @@ def samples_of(rewards: list[float], of_rows: tuple[int, ...] = (0, 1, 2, 3)) ->
 
 def choices_of(**keys: object) -> PPOActorConfig:
     return resolve_choices(PPOActorConfig(path="p", **{"adv_norm": False, **keys}))
-
-
-def test_grpo_by_hand() -> None:
-    """Two groups of two samples; the rewards of the second are equal."""
-    grpo = choices_of(baseline="group_mean", reward_scale="group_std")
-    found = advantages_of({"loss_mask": TRAINED}, samples_of([1.0, 0.0, 0.5, 0.5]), grpo)
-    assert found.keys() == {"advantages"}
-    expected = torch.tensor([1.0, -1.0, 0.0, 0.0])[:, None] * TRAINED
-    torch.testing.assert_close(found["advantages"], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_rows_of_an_answer_share_its_advantage() -> None:
@@ -119,42 +96,6 @@ def test_the_score_lies_on_the_last_trained_token_and_kl_on_all() -> None:
     )
 
 
-def test_gae_by_hand() -> None:
-    rewards, values = torch.tensor([[0.0, 1.0, 0.0, 2.0]]), torch.tensor([[9.0, 0.5, 9.0, 1.0]])
-    mask = torch.tensor([[0, 1, 0, 1]])
-    advantages = gae(rewards, values, mask, discount=0.9, gae_lambda=0.5)
-    last = 2.0 - 1.0
-    first = 1.0 + 0.9 * 1.0 - 0.5 + 0.9 * 0.5 * last
-    torch.testing.assert_close(advantages, torch.tensor([[0.0, first, 0.0, last]]))
-
-
-@given(
-    rows=st.lists(
-        st.lists(st.tuples(st.floats(-2, 2), st.floats(-2, 2), st.booleans()), min_size=5, max_size=5),
-        min_size=1,
-        max_size=4,
-    ),
-    discount=st.floats(0, 1),
-    gae_lambda=st.floats(0, 1),
-)
-def test_gae_equals_its_definition(
-    rows: list[list[tuple[float, float, bool]]], discount: float, gae_lambda: float
-) -> None:
-    data = torch.tensor(rows, dtype=torch.float64)
-    rewards, values, mask = data.unbind(-1)
-    advantages = gae(rewards, values, mask, discount=discount, gae_lambda=gae_lambda)
-    for row in range(len(rows)):
-        actions = [t for t in range(5) if mask[row, t]]
-        deltas = []
-        for position, t in enumerate(actions):
-            after = values[row, actions[position + 1]].item() if position + 1 < len(actions) else 0.0
-            deltas.append(rewards[row, t].item() + discount * after - values[row, t].item())
-        expected = [0.0] * 5
-        for position, t in enumerate(actions):
-            expected[t] = sum((discount * gae_lambda) ** k * d for k, d in enumerate(deltas[position:]))
-        assert advantages[row].tolist() == pytest.approx(expected, abs=1e-9)
-
-
 @pytest.mark.parametrize("gae_lambda", [1.0, 0.95, torch.linspace(0, 1, 6, dtype=torch.float64)])
 @pytest.mark.parametrize("discount", [1.0, 0.9])
 def test_gae_of_long_rows_equals_the_recursion(discount: float, gae_lambda: float | torch.Tensor) -> None:
@@ -178,27 +119,7 @@ def test_no_rows_and_no_tokens() -> None:
     assert whiten(torch.zeros(0), torch.zeros(0, dtype=torch.long), 1).shape == (0,)
 
 
-REWARDS, GROUPS = torch.tensor([1.0, 0, 0, 0, 0.5, 0.9], dtype=torch.float64), torch.tensor([0, 0, 0, 0, 1, 1])
-LENGTHS = torch.tensor([1, 1, 2, 4, 3, 1])
-
-
-@pytest.mark.parametrize(
-    "baseline, scale, expected",  # the first two of the first group, then the second group
-    [
-        ("none", "none", [1, 0, 0.5, 0.9]),
-        ("group_mean", "group_std", [1.732051, -0.5773503, -1, 1]),
-        ("group_mean", "none", [0.75, -0.25, -0.2, 0.2]),
-        ("leave_one_out", "none", [1, -0.3333333, -0.4, 0.4]),
-        ("group_mean", "batch_std", [1.751623, -0.5838742, -0.4670994, 0.4670994]),
-        ("group_mean", "group_mean", [3, -1, -0.2857143, 0.2857143]),
-        ("length_weighted", "none", [0.875, -0.125, -0.1, 0.3]),
-    ],
-)
-def test_advantages_of_six_rewards_by_hand(baseline: str, scale: str, expected: list[float]) -> None:
-    ours = reward_advantages(REWARDS, GROUPS, 2, baseline=baseline, scale=scale, lengths=LENGTHS)
-    assert ours[[0, 1, 4, 5]].tolist() == pytest.approx(expected, rel=6e-6)  # those of 0.2 / (0.2 + 1e-6)
-
-
+REWARDS, GROUPS = torch.tensor([1.0, 0.0, 0.5, 0.9]), torch.tensor([0, 0, 1, 1])
 BASELINES = ("none", "group_mean", "leave_one_out", "length_weighted")
 SCALES = ("none", "group_std", "batch_std", "group_mean")
 rewarded = st.tuples(st.integers(0, 20).map(lambda k: k / 10), st.integers(0, 3), st.integers(0, 4), st.booleans())
@@ -248,8 +169,10 @@ def test_advantages_equal_their_definition_on_any_split_over_ranks(
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("baseline", BASELINES[1:3])
 def test_near_constant_groups_and_groups_of_one(baseline: str, scale: str) -> None:
-    same, alone = torch.full((8,), 0.1), torch.tensor([0.7])
-    assert reward_advantages(same, torch.zeros(8).long(), 1, baseline=baseline, scale=scale).tolist() == [0.0] * 8
+    alone = torch.tensor([0.7])
+    for value in (0.1, 1 / 3, 1e8):
+        same = torch.full((8,), value)
+        assert reward_advantages(same, torch.zeros(8).long(), 1, baseline=baseline, scale=scale).tolist() == [0.0] * 8
     assert reward_advantages(alone, torch.zeros(1).long(), 1, baseline=baseline, scale=scale).tolist() == [0.0]
 
 
@@ -268,15 +191,6 @@ def test_unknown_baselines_and_missing_lengths_are_refused() -> None:
         reward_advantages(REWARDS, GROUPS, 2, scale="std")
     with pytest.raises(ValueError, match="lengths must be given with baseline length_weighted: got None"):
         reward_advantages(REWARDS, GROUPS, 2, baseline="length_weighted")
-
-
-def test_reinforce_plus_plus_by_hand() -> None:
-    mask = torch.arange(4) < LENGTHS[:, None]
-    rewards = token_rewards(REWARDS, mask)
-    to_go = gae(rewards, torch.zeros_like(rewards), mask, discount=1.0, gae_lambda=1.0)
-    whitened = whiten(to_go[mask], torch.zeros(12, dtype=torch.long), 1)
-    ours = torch.zeros_like(rewards).masked_scatter(mask, whitened)
-    assert ours[[0, 1, 4, 5], 0].tolist() == pytest.approx([1.96472, -0.7767498, 0.5939852, 1.690573], rel=6e-6)
 
 
 @pytest.mark.parametrize(
@@ -299,21 +213,13 @@ def test_gae_and_returns_of_the_design(
         assert targets[0].tolist() == pytest.approx(returns, rel=1e-6)
 
 
-def test_every_row_may_have_its_own_lambda() -> None:
-    rewards, values, mask = torch.rand(2, 4), torch.rand(2, 4), torch.ones(2, 4)
-    both = gae(rewards, values, mask, discount=0.9, gae_lambda=torch.tensor([0.3, 0.8]))
-    for row, gae_lambda in enumerate((0.3, 0.8)):
-        one = gae(rewards[[row]], values[[row]], mask[[row]], discount=0.9, gae_lambda=gae_lambda)
-        torch.testing.assert_close(both[row], one[0])
-
-
 def test_long_answers_lose_reward_within_the_buffer() -> None:
     penalties = overlong_penalty(torch.tensor([5, 6, 7, 8, 10, 12]), longest=10, buffer=4)
     assert penalties.tolist() == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
 
 
-@pytest.mark.parametrize("baseline", ["none", "group_mean", "leave_one_out", "length_weighted"])
-@pytest.mark.parametrize("scale", ["none", "group_std", "batch_std", "group_mean"])
+@pytest.mark.parametrize("baseline", BASELINES)
+@pytest.mark.parametrize("scale", SCALES)
 def test_advantages_are_finite_and_depend_on_no_order_of_completions_or_groups(baseline: str, scale: str) -> None:
     groups, num_tokens = torch.tensor([0, 0, 0, 0, 1, 2, 2, 2]), torch.tensor([3, 8, 0, 1, 5, 2, 7, 4])
 

@@ -114,20 +114,6 @@ def test_a_kept_set_restricts_the_softmax_of_the_logprob_alone(
             torch.testing.assert_close(ours, reference, atol=1e-9, rtol=1e-9)
 
 
-def test_truncation_worked_by_hand() -> None:
-    """Top-p 0.8 keeps tokens 0 and 1 of the sampling policy; the trainer has moved on."""
-    sampled = torch.tensor([[2.0, 1.0, 0.5, -1.0, -2.0]], dtype=torch.float64)
-    trained = torch.tensor([[2.3, 1.0, 0.2, -1.0, -1.5]], dtype=torch.float64)
-    label, kept = torch.tensor([1]), KeptSets(torch.tensor([0, 1]), torch.tensor([2]))
-    whole, over_kept = (gather_logprobs(of_logits(sampled), label, kept=one).item() for one in (None, kept))
-    assert (whole, over_kept) == (pytest.approx(-1.506283, abs=1e-6), pytest.approx(-1.313262, abs=1e-6))
-    assert math.exp(whole - over_kept) == pytest.approx(0.8244646, abs=1e-7), "the kept mass"
-    new_whole, new_kept = (gather_logprobs(of_logits(trained), label, kept=one).item() for one in (None, kept))
-    assert math.exp(new_kept - over_kept) == pytest.approx(0.7963259, abs=1e-7)
-    assert math.exp(new_whole - over_kept) == pytest.approx(0.6968234, abs=1e-7)
-    assert math.exp(new_whole - whole) == pytest.approx(0.8451829, abs=1e-7), "the kept mass taken off"
-
-
 def test_sets_of_packed_tokens_belong_to_the_token_that_was_sampled_from_them() -> None:
     # Sequences [0, 1, 2] and [1, 0]: token 1 of the first was sampled from {1, 3}, token 0 of the second from {0, 1}.
     logits = torch.arange(20.0).view(5, 4).sin()
@@ -143,26 +129,6 @@ def test_sets_of_packed_tokens_belong_to_the_token_that_was_sampled_from_them() 
     ]
     assert found.tolist() == pytest.approx(expected, abs=1e-6)
     assert packed_logprobs_entropy(of_logits(logits), input_ids, cu_seqlens, kept=kept)[0].tolist() == found.tolist()
-
-
-def test_autograd_agrees_with_central_differences() -> None:
-    tensors, labels = output_layer(4, 9, torch.float64), torch.tensor([0, 3, 8, 8])
-
-    def both(*values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return gather_logprobs_entropy(LazyLogits(*values, 0.7, 3.0), labels, 0.8, entropy_grad=True)
-
-    assert torch.autograd.gradcheck(both, tensors)
-
-
-def test_dense_logits_have_the_gradient_of_the_blocks() -> None:
-    tensors, labels = output_layer(5, 9, torch.float64), torch.arange(5)
-    lazy = LazyLogits(*tensors, 0.5, 3.0)
-    dense = lazy.dense().log_softmax(-1).gather(-1, labels[:, None])[:, 0]
-    blocks = gather_logprobs(lazy, labels)
-    torch.testing.assert_close(blocks, dense)
-    gradients = (torch.autograd.grad(one.square().sum(), tensors) for one in (blocks, dense))
-    for ours, reference in zip(*gradients):
-        torch.testing.assert_close(ours, reference)
 
 
 def test_only_what_is_trained_gets_a_gradient() -> None:

@@ -15,8 +15,7 @@ from arealite.algorithms import objectives, properties
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ppo": ("ppo", {"eps_clip": 0.2, "eps_clip_higher": 0.2}),
-    "clip_higher": ("ppo", {"eps_clip": 0.2, "eps_clip_higher": 0.28}),
-    "dual_clip": ("ppo", {"eps_clip": 0.2, "eps_clip_higher": 0.2, "c_clip": 3.0}),
+    "clip_higher": ("ppo", {"eps_clip": 0.2, "eps_clip_higher": 0.28, "c_clip": 3.0}),
     "gspo": ("ppo", {"eps_clip": 3e-4, "eps_clip_higher": 4e-4, "level": "sequence"}),
     "gspo_wide": ("ppo", {"eps_clip": 0.5, "eps_clip_higher": 0.5, "level": "sequence"}),
     "gmpo": ("gmpo", {"eps_log": 0.4}),
@@ -25,7 +24,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "reinforce": ("reinforce", {}),
     "dppo": ("dppo", {"delta": 0.2}),
 }
-every_objective = pytest.mark.parametrize("case", [case for case in CASES if case not in ("clip_higher", "gspo")])
+every_objective = pytest.mark.parametrize("case", [case for case in CASES if case != "gspo"])
 Objective = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
@@ -46,48 +45,6 @@ def five_tokens() -> list[Answer]:
     return [tokens[:2], tokens[2:]]
 
 
-SEQUENCE_MEAN = torch.tensor([1 / 4, 1 / 4, 1 / 6, 1 / 6, 1 / 6], dtype=torch.float64)
-TABLE = {
-    "ppo": ([-1.1, -1.2, 0.8, 1, 4], 0.7, 0.3916667, [-0.275, 0, 0, 0.1666667, 0.6666667]),
-    "clip_higher": ([-1.1, -1.28, 0.8, 1, 4], 0.684, 0.3716667, [-0.275, 0, 0, 0.1666667, 0.6666667]),
-    "dual_clip": ([-1.1, -1.2, 0.8, 1, 3], 0.5, 0.225, [-0.275, 0, 0, 0.1666667, 0]),
-    "gspo": ([-1.0004] * 2 + [1.40946] * 3, 0.4455158, 0.2045299, [0, 0] + [0.23491] * 3),
-    "gspo_wide": ([-1.284523] * 2 + [1.40946] * 3, 0.3318665, 0.06246824, [-0.3211308] * 2 + [0.23491] * 3),
-    "gmpo": ([-1.281018] * 2 + [1.40946] * 3, 0.3332686, 0.06422086, [-0.3202545, 0] + [0.23491] * 3),
-    "cispo": (
-        [0.9951588, 0.1418023, -1.649672, -0.2, -3.254823],
-        *(-0.7935068, -0.5665089, [-0.275, -0.375, 0.1166667, 0.1666667, 0.6666667]),
-    ),
-    "sapo": (
-        [-2.099917, -2.489837, 1.607218, 1.904762, 3.652986],
-        *(0.5150423, 0.04672243, [-0.2743136, -0.3525056, 0.1138198, 0.1666667, 0.1050741]),
-    ),
-}
-
-
-@pytest.mark.parametrize("case", TABLE)
-def test_five_tokens_by_hand(case: str) -> None:
-    losses, token_mean, sequence_mean, gradient = TABLE[case]
-    logprobs, batch = reference.packed(five_tokens())
-    ours, _ = objective_of(case)(logprobs, batch)
-    assert ours.tolist() == pytest.approx(losses, abs=1e-6)
-    assert ours.mean().item() == pytest.approx(token_mean, abs=1e-7)
-    total = (ours * SEQUENCE_MEAN).sum()
-    assert total.item() == pytest.approx(sequence_mean, abs=1e-7)
-    total.backward()
-    assert logprobs.grad.tolist() == pytest.approx(gradient, abs=1e-7)
-
-
-def test_reinforce_and_dppo_by_hand() -> None:
-    logprobs, batch = reference.packed(five_tokens())
-    losses, _ = objectives.reinforce(logprobs, batch)
-    torch.testing.assert_close(losses, -batch["advantages"] * logprobs)
-    losses, statistics = objectives.dppo(logprobs, batch, delta=0.2)
-    assert statistics["clip_ratio"].tolist() == [False, True, False, False, False]  # t1: from 0.24 to 0.91
-    (losses * SEQUENCE_MEAN).sum().backward()
-    assert logprobs.grad.tolist() == pytest.approx([-1.1 / 4, 0, 0.56 / 6, 1 / 6, 1.6 / 6])
-
-
 def test_statistics_by_hand() -> None:
     logprobs, batch = reference.packed(five_tokens())
     statistics = objectives.ppo(logprobs, batch, eps_clip=0.2, eps_clip_higher=0.2, c_clip=3.0)[1]
@@ -105,6 +62,8 @@ def test_statistics_by_hand() -> None:
     assert not statistics["clip_ratio_low"].any()
     statistics = objectives.cispo(logprobs, batch, cispo_max=3.9)[1]
     assert statistics["clip_ratio"].tolist() == [False, False, False, False, True]
+    statistics = objectives.dppo(logprobs, batch, delta=0.2)[1]
+    assert statistics["clip_ratio"].tolist() == [False, True, False, False, False]  # t1: from 0.24 to 0.91
 
 
 @pytest.mark.parametrize("log_ratio, weight", [(math.log(4), 4.0), (math.log(0.01), 0.01), (math.log(6), 5.0)])
@@ -113,11 +72,6 @@ def test_cispo_has_one_bound_and_it_is_a_ratio(log_ratio: float, weight: float, 
     logprobs, batch = reference.packed([[token(log_ratio, 0.0, advantage)]])
     objectives.cispo(logprobs, batch, cispo_max=5.0)[0].sum().backward()
     assert logprobs.grad.item() == pytest.approx(-weight * advantage)
-
-
-def test_a_level_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="level must be one of token, sequence: got 'row'"):
-        objectives.ppo(*reference.packed(five_tokens()), eps_clip=0.2, eps_clip_higher=0.2, level="row")
 
 
 # A grid whose values, and whose means over up to four tokens, stay clear of every bound, where gradients jump.
@@ -129,10 +83,11 @@ answers = st.lists(
 
 
 @every_objective
+@settings(max_examples=settings.default.max_examples // 2)
 @given(answers=answers)
 def test_losses_and_gradients_equal_the_slow_reference(case: str, answers: list[Answer]) -> None:
-    name, settings = CASES[case]
-    losses, gradient = reference.losses_and_gradients(getattr(reference, name), answers, settings)
+    name, choices = CASES[case]
+    losses, gradient = reference.losses_and_gradients(getattr(reference, name), answers, choices)
     logprobs, batch = reference.packed(answers)
     ours, statistics = objective_of(case)(logprobs, batch)
     assert ours.tolist() == pytest.approx(losses, rel=1e-9, abs=1e-12)
@@ -167,7 +122,7 @@ def test_the_properties_that_a_loss_of_the_user_must_have(case: str, answers: li
 
 
 @every_objective
-@pytest.mark.parametrize("gap", [21.0, 100.0, 9998.0, math.inf])
+@pytest.mark.parametrize("gap", [21.0, 9998.0, math.inf])
 @pytest.mark.parametrize("far", ["logprobs", "proximal_logprobs", "rollout_logprobs"])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_one_extreme_token_leaves_loss_and_gradient_finite(case: str, far: str, gap: float, advantage: float) -> None:
