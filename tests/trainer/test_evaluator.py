@@ -23,16 +23,12 @@ def evaluator_of(rows: list[dict[str, Any]] | None, **triggers: int) -> Evaluato
     return Evaluator(EvaluatorConfig(**triggers), FT_SPEC, rows, workflow=None)
 
 
-def test_names_the_metrics_and_the_weights() -> None:
-    metrics = evaluator_of(ROWS, freq_steps=10).evaluate(ScriptedRollout(), 0)
-    assert metrics == {"eval/version": 0, "eval/accuracy": 0.25, "eval/num_samples": 2.0}
-
-
 def test_first_then_every_nth_then_forced() -> None:
     evaluator, rollout = evaluator_of(ROWS, freq_steps=3), ScriptedRollout()
     for step in range(8):
         evaluator.evaluate(rollout, step)
-    evaluator.evaluate(rollout, 8, force=True)
+    metrics = evaluator.evaluate(rollout, 8, force=True)
+    assert metrics == {"eval/version": 8, "eval/accuracy": 1.0, "eval/num_samples": 2.0}
     assert [rows[0]["prompt_id"].epoch for rows in rollout.asked] == [0, 3, 6, 8]
 
 

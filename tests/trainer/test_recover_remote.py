@@ -130,31 +130,31 @@ def test_a_master_whose_engine_has_its_ranks_elsewhere(tmp_path: Path) -> None:
     script, whole = ({"folder": tmp_path, "trial_name": name} for name in ("script", "whole"))
     with testing_forks.two_ranks(serve_rank, model) as ranks:
         engine = RemoteEngine(ranks)
-        engine.run_script(script | {"steps": 7, "interrupt_in": 5})
-        expected = engine.on_all("run_script", whole | {"steps": 7})
+        engine.run_script(script | {"steps": 5, "interrupt_in": 3})
+        expected = engine.on_all("run_script", whole | {"steps": 5})
         distributed.join_default_group(testing_forks.DEADLINE_S)
         engine.initialize(None, SPEC)
-        train_as_master(engine, tmp_path, steps=4, trial_name="master")
-        of_master, of_script = (tmp_path / f"e/{name}/recover/step_3" for name in ("master", "script"))
+        train_as_master(engine, tmp_path, steps=2, trial_name="master")
+        of_master, of_script = (tmp_path / f"e/{name}/recover/step_1" for name in ("master", "script"))
         for name in (f"actor/{file}" for rank in (0, 1) for file in (f"__{rank}_0.distcp", f"rng_{rank}.json")):
             assert (of_master / name).read_bytes() == (of_script / name).read_bytes(), name
         next_draw = random.random()
 
-        found = train_as_master(engine, tmp_path, steps=7, trial_name="script")
-        assert found["start"] == 5
-        for step in (5, 6):
+        found = train_as_master(engine, tmp_path, steps=5, trial_name="script")
+        assert found["start"] == 3
+        for step in (3, 4):
             assert found["losses"][step] == expected[0]["losses"][step]
             assert found["draws"][step][:2] == [rank["draws"][step] for rank in expected]
-        assert found["draws"][5][2] == expected[0]["draws"][5][0], "rank 0 of the script was its master"
+        assert found["draws"][3][2] == expected[0]["draws"][3][0], "rank 0 of the script was its master"
         engine.destroy()
         distributed.leave_default_group()
 
-        resumed = engine.on_all("run_script", script | {"trial_name": "master", "steps": 6})
+        resumed = engine.on_all("run_script", script | {"trial_name": "master", "steps": 4})
         for rank, found in enumerate(resumed):
-            assert found["start"] == 4
-            assert found["losses"] == {step: expected[rank]["losses"][step] for step in (4, 5)}
-        assert resumed[0]["draws"][4][0] == next_draw, "as the master would have drawn"
-        assert resumed[1]["draws"][4] == expected[1]["draws"][4]
+            assert found["start"] == 2
+            assert found["losses"] == {step: expected[rank]["losses"][step] for step in (2, 3)}
+        assert resumed[0]["draws"][2][0] == next_draw, "as the master would have drawn"
+        assert resumed[1]["draws"][2] == expected[1]["draws"][2]
         for rank in ranks:
             rank.pipe.send(None)
         assert [rank.end() for rank in ranks] == [0, 0]

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from arealite.api.cli_args import SaverConfig
-from arealite.api.errors import CheckpointError
 from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta
 from arealite.trainer.saver import Saver
 from arealite.utils.distributed import join_default_group, leave_default_group
@@ -55,12 +54,6 @@ def test_other_engines_have_folders_of_their_names(tmp_path: Path) -> None:
     assert path is not None and sorted(os.listdir(path)) == ["judge", "model", "teacher"]
 
 
-def test_never_unless_forced(tmp_path: Path) -> None:
-    saver = saver_of(tmp_path)
-    assert saver.save(FileEngine(), 0) is None
-    assert saver.save(FileEngine(), 1, force=True) == tmp_path / "exp/t0/checkpoints/step_1"
-
-
 def test_no_step_is_saved_twice(tmp_path: Path) -> None:
     saver, engine = saver_of(tmp_path, freq_steps=2), FileEngine()
     for engine.weight in range(2):
@@ -80,20 +73,3 @@ def test_a_folder_of_that_name_is_complete(tmp_path: Path) -> None:
     engine.fails = False
     assert os.listdir(saver.save(engine, 0)) == ["model"]
     assert os.listdir(folder) == ["step_0"]
-
-
-def test_replaces_the_checkpoint_of_an_earlier_run(tmp_path: Path) -> None:
-    engine = FileEngine()
-    (tmp_path / "exp/t0/checkpoints/.step_3.old/of_a_crash").mkdir(parents=True)
-    for engine.weight in (1, 2):
-        path = saver_of(tmp_path).save(engine, 3, force=True)
-    assert (path / "model").read_text() == "2 None"
-    assert os.listdir(path.parent) == ["step_3"]
-
-
-def test_a_name_that_is_taken_is_named(tmp_path: Path) -> None:
-    folder = tmp_path / "exp/t0/checkpoints"
-    (folder / "step_0").mkdir(parents=True)
-    (folder / ".step_0.old").touch()
-    with pytest.raises(CheckpointError, match="step_0 must be free"):
-        saver_of(tmp_path).save(FileEngine(), 0, force=True)

@@ -1,6 +1,5 @@
 import json
 import logging
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,12 +15,12 @@ def config_of(folder: Path, **services: object) -> StatsLoggerConfig:
     return StatsLoggerConfig(experiment_name="exp", trial_name="t0", fileroot=str(folder), **services)
 
 
-def test_nothing_is_imported_unless_asked_for(tmp_path: Path) -> None:
+def test_neither_services_that_nobody_asked_for_nor_the_viewer_are_imported() -> None:
     program = (
         "import sys; from pathlib import Path; from arealite.api.cli_args import StatsLoggerConfig\n"
         "from arealite.trainer.stats_logger import open_sinks\n"
         "assert open_sinks(StatsLoggerConfig(), folder=Path('.'), resolved={}) == []\n"
-        "print(sorted({'wandb', 'swanlab', 'tensorboard', 'trackio'} & set(sys.modules)))"
+        "print(sorted({'wandb', 'swanlab', 'tensorboard', 'trackio', 'arealite.viewer'} & set(sys.modules)))"
     )
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert output.stdout == "[]\n"
@@ -128,26 +127,3 @@ def test_a_run_that_goes_on_goes_on_at_wandb(tmp_path: Path, monkeypatch: pytest
     assert [call.get("resume") for call in calls] == [None, "allow", None]
     first, resumed, fresh = (call["id"] for call in calls)
     assert first == resumed != fresh
-
-
-def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    (sink,) = open_sinks(config_of(tmp_path, wandb={"mode": "offline"}), folder=tmp_path, resolved={"seed": 3})
-    sink.write(0, {"reward/mean": 0.5})
-    sink.close()
-    assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
-
-
-def test_trackio_keeps_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("trackio")
-    program = (
-        "import sys; from pathlib import Path\n"
-        "from arealite.api.cli_args import StatsLoggerConfig\n"
-        "from arealite.trainer.stats_logger import open_sinks\n"
-        "config = StatsLoggerConfig(experiment_name='exp', trial_name='t0', trackio=dict(mode='online'))\n"
-        "(sink,) = open_sinks(config, folder=Path('.'), resolved={'seed': 3})\n"
-        "sink.write(0, {'reward/mean': 0.5}); sink.close()"
-    )
-    subprocess.run([sys.executable, "-c", program], env={**os.environ, "TRACKIO_DIR": str(tmp_path)}, check=True)
-    assert list(tmp_path.rglob("*.db"))

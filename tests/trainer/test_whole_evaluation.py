@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import shutil
 from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
@@ -99,8 +100,27 @@ def evaluate(tmp_path: Path, own: Path, model: str, server: LiteServer) -> Comma
     return Command(tmp_path, own, model, server)
 
 
-def test_an_evaluation_is_what_its_lines_say(evaluate: Command, model: str) -> None:
+@pytest.fixture(scope="module")
+def finished(
+    tmp_path_factory: pytest.TempPathFactory, own: Path, model: str, server: LiteServer
+) -> tuple[Path, dict[str, float]]:
+    """Return the folder of an evaluation, and its row of metrics."""
+    evaluate = Command(tmp_path_factory.mktemp("finished"), own, model, server)
     row = evaluate()
+    return evaluate.run, row
+
+
+@pytest.fixture
+def again(evaluate: Command, finished: tuple[Path, dict[str, float]]) -> Command:
+    """Return the command after it was done."""
+    shutil.copytree(finished[0], evaluate.run)
+    return evaluate
+
+
+def test_an_evaluation_is_what_its_lines_say(
+    again: Command, finished: tuple[Path, dict[str, float]], model: str
+) -> None:
+    evaluate, row = again, finished[1]
     tokenizer, policy = tiny_models.tokenizer(), AutoModelForCausalLM.from_pretrained(model)
     greedy, sampled = evaluate.samples("greedy"), evaluate.samples("sampled")
     assert {line["prompt_id"] for line in greedy} == {f"0-{i}" for i in range(6)}
@@ -139,23 +159,25 @@ def test_an_evaluation_is_what_its_lines_say(evaluate: Command, model: str) -> N
     assert f'["pass@4","{row["sampled/pass@4"]:.1%}",' in page
 
 
-def test_the_same_command_asks_only_what_is_not_answered(evaluate: Command, server: LiteServer) -> None:
-    whole, path = evaluate(), evaluate.run / "rollouts" / "sampled"
+def test_the_same_command_asks_only_what_is_not_answered(
+    again: Command, finished: tuple[Path, dict[str, float]], server: LiteServer
+) -> None:
+    evaluate, whole, path = again, finished[1], again.run / "rollouts" / "sampled"
     lines = evaluate.samples("sampled")
     last = max(batch_files(path))
     assert last > 0, "the first episode is kept at once"
     (path / f"{last}.parquet").rename(path / f".{last}.parquet.unfinished")  # a crash
     kept = evaluate.samples("sampled")
     assert 0 < len(kept) < len(lines)
-    again = evaluate()
+    row = evaluate()
     now = evaluate.samples("sampled")
     assert now[: len(kept)] == kept, "what was whole is kept"
     assert {line["prompt_id"] for line in now} == {line["prompt_id"] for line in lines} and len(now) == len(lines)
     times = {key for key in whole if key.startswith("time/")}
-    assert {key: again[key] for key in whole.keys() - times} == {key: whole[key] for key in whole.keys() - times}
+    assert {key: row[key] for key in whole.keys() - times} == {key: whole[key] for key in whole.keys() - times}
 
     served = server.engine.stats()
-    assert evaluate("pass_at_k=[3]")["sampled/pass@3"] < again["sampled/pass@4"], "k may be chosen afterwards"
+    assert evaluate("pass_at_k=[3]")["sampled/pass@3"] < row["sampled/pass@4"], "k may be chosen afterwards"
     assert server.engine.stats() == served, "nothing was sampled"
     assert evaluate("gconfig.temperature=0.5")["sampled/accuracy"] != whole["sampled/accuracy"]
     assert len(evaluate.samples("sampled")) == 36, "other sampling begins anew"
@@ -192,15 +214,16 @@ def test_a_prompt_that_fails_is_wrong(evaluate: Command) -> None:
     assert len(sampled) == 30 and row["sampled/accuracy"] == pytest.approx(sum(one["reward"] for one in sampled) / 36)
 
 
-def test_a_workflow_need_not_tell_which_answers_were_cut_off(evaluate: Command) -> None:
-    whole = evaluate()
+def test_a_workflow_need_not_tell_which_answers_were_cut_off(
+    again: Command, finished: tuple[Path, dict[str, float]]
+) -> None:
     for name in ("greedy", "sampled"):
-        for file in batch_files(evaluate.run / "rollouts" / name).values():
+        for file in batch_files(again.run / "rollouts" / name).values():
             table = pq.read_table(file, partitioning=None)
             pq.write_table(table.drop_columns("more"), file)
-    row = evaluate()
+    row = again()
     assert not {key for key in row if "truncated" in key}
-    assert row["sampled/accuracy"] == whole["sampled/accuracy"]
+    assert row["sampled/accuracy"] == finished[1]["sampled/accuracy"]
 
 
 def test_a_config_that_is_not_one_is_named(evaluate: Command) -> None:
@@ -210,16 +233,14 @@ def test_a_config_that_is_not_one_is_named(evaluate: Command) -> None:
         evaluate()
 
 
-def test_samples_of_two_versions_are_refused(evaluate: Command, server: LiteServer, model: str) -> None:
-    evaluate()
-
+def test_samples_of_two_versions_are_refused(again: Command) -> None:
     def of_another_version(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         rows[-1]["versions"][-1] = 1
         return rows
 
-    edit_rows(evaluate.run / "rollouts" / "sampled", of_another_version)
+    edit_rows(again.run / "rollouts" / "sampled", of_another_version)
     with pytest.raises(EpisodeError, match=r"one version of the weights: got \[0, 1\]"):
-        evaluate()
+        again()
 
 
 def test_a_server_with_another_vocabulary_is_refused(evaluate: Command, tmp_path: Path) -> None:
