@@ -1,7 +1,11 @@
 """The graph of PPO with a critic, on engines that only have the methods of the real ones."""
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+from arealite.api.errors import ConfigError
 from arealite.core.graph import MFC, DataFlowGraph
 
 TOKENS = ("input_ids", "attention_mask")
@@ -36,6 +40,12 @@ PPO = {
         MFC("critic_train", "critic", "train_step", Critic.ppo_update, TRAINED),
     )
 }
+
+
+def refused(make: Callable[[], object], subject: str, got: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        make()
+    assert str(error.value).startswith(f"{subject} must ") and f": got {got}. " in str(error.value)
 
 
 def ppo() -> DataFlowGraph:

@@ -38,18 +38,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     keys = ["allocation_mode=lite.d2p1t1+d1p1t1", "async_training=true", f"rollout.max_head_offpolicyness={BOUND}"]
     keys += ["workers.ref.ranks=1", "ref={}", "actor.kl_ctl=0.001"]
     keys += ["workers.critic.ranks=1", f"total_train_steps={STEPS}", f"reward={folder / 'even.py'}:even"]
-    keys += [
-        f"train_dataset.batch_size={BATCH}",
-        f"gconfig.n_samples={SAMPLES}",
-        "actor.optimizer.lr=3e-3",
-        "gconfig.max_new_tokens=8",
-    ]
-    keys += [
-        "gconfig.max_new_tokens=8",
-        "evaluator.freq_steps=null",
-        "valid_dataset=null",
-        f"recover.freq_steps={CHECKPOINT}",
-    ]
+    keys += [f"train_dataset.batch_size={BATCH}", f"gconfig.n_samples={SAMPLES}", "gconfig.max_new_tokens=8"]
+    keys += ["actor.optimizer.lr=3e-3", "evaluator.freq_steps=null", "valid_dataset=null"]
+    keys += [f"recover.freq_steps={CHECKPOINT}"]
     completed(launch_command(folder, "async", TRAINING / "main_async_ppo.py", "gsm8k_ppo", *keys))
     return folder / "core" / "async"
 

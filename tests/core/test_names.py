@@ -4,9 +4,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from testing_graphs import ENGINES, Actor, ppo
+from testing_graphs import ENGINES, Actor, ppo, refused
 
-from arealite.api.errors import ConfigError
 from arealite.core import names
 from arealite.core.names import GraphBuilder, MFCDef, ModelInterfaceType, named, register_agent, register_mfc
 
@@ -113,18 +112,6 @@ MISTAKES: list[tuple[Callable[[], object], str, str]] = [
         "model_function_name of actor_train",
         "ppo_updates",
     ),
-    (
-        lambda: builder((GEN, MFCDef("actors-train", TRAIN_STEP, "ppo_update"), KEYS)).build(CONFIG),
-        "role actors of call actors_train",
-        "engines of actor",
-    ),
-    (
-        lambda: builder((GEN, MFCDef("actor-train", TRAIN_STEP, "ppo_update", None, {"kl_ctl": 1}), KEYS)).build(
-            CONFIG
-        ),
-        "run of call actor_train",
-        "Actor.ppo_update, got an unexpected keyword argument 'kl_ctl'",
-    ),
     (twice, "math", "<class 'list'> and <class 'dict'>"),
     (unknown_agent, "make_workflow", "math_code"),
     (lambda: named("agent", "math", key="agent.type"), "agent.type", "math"),
@@ -134,6 +121,4 @@ MISTAKES: list[tuple[Callable[[], object], str, str]] = [
 
 @pytest.mark.parametrize(("make", "subject", "got"), MISTAKES)
 def test_mistakes_in_the_original_words(make: Callable[[], object], subject: str, got: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        make()
-    assert str(error.value).startswith(f"{subject} must ") and f": got {got}. " in str(error.value)
+    refused(make, subject, got)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.processes import wait_until
 from tensordict import TensorDict
 
 from arealite.api.cli_args import PPOConfig, load_expr_config
@@ -188,10 +189,8 @@ def test_the_object_store_and_the_master_keep_nothing_of_300_steps(master: Maste
         if step == 20:
             bytes_before, references_before = stored_bytes(), num_references()
     del batch
-    deadline = time.monotonic() + 60.0
-    while stored_bytes() > bytes_before + BATCH_BYTES or num_references() > references_before:
-        assert time.monotonic() < deadline, (bytes_before, stored_bytes(), references_before, num_references())
-        time.sleep(0.1)  # Ray frees what nobody refers to once a second
+    wait_until("little in the store", lambda: stored_bytes() <= bytes_before + BATCH_BYTES, 60.0)
+    wait_until("few references", lambda: num_references() <= references_before, 60.0)
     assert bytes_before > BATCH_BYTES / 2, "batches lie in the store"
 
 
@@ -200,10 +199,8 @@ def test_batches_of_a_step_that_never_ends_do_not_fill_the_store(master: Master)
     for step in range(60):
         batch = master.workers.scatter(new_batch(step))
         master.workers.fetch(master.engines["actor"].call("echo", batch, output="more"), batch)
-    deadline = time.monotonic() + 60.0
-    while stored_bytes() > 40 * BATCH_BYTES / 2:  # two keys of the source and one made are 3 of the 5 keys
-        assert time.monotonic() < deadline, stored_bytes()
-        time.sleep(0.1)  # Ray frees what nobody refers to once a second
+    bound = 40 * BATCH_BYTES / 2  # two keys of the source and one made are 3 of the 5 keys
+    wait_until("little in the store", lambda: stored_bytes() <= bound, 60.0)
 
 
 def stored_bytes() -> int:

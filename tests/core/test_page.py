@@ -87,6 +87,9 @@ def test_page_shows_groups_and_incidents(tmp_path: Path, progress: Progress) -> 
         ("Run again", "1", "calls after a failure"),
     ]
     assert "ppo / &lt;first&gt;" in page and "<first>" not in page
+    assert re.findall(r"<script|@import|src=|href=", page) == [] and "default-src 'none'" in page, (
+        "it needs nothing else"
+    )
 
 
 def test_timeline_has_a_bar_per_attempt(tmp_path: Path, progress: Progress) -> None:
@@ -105,11 +108,6 @@ def test_timeline_has_a_bar_per_attempt(tmp_path: Path, progress: Progress) -> N
     assert "2.20 s, attempt 2" in texts and [text for text in texts if text and re.fullmatch(r"\d+ s", text)] == [
         f"{second} s" for second in range(0, 40, 10)
     ]
-
-
-def test_page_needs_nothing_but_itself(tmp_path: Path, progress: Progress) -> None:
-    page = render(run_folder(tmp_path), progress, now=START + 57)
-    assert re.findall(r"<script|@import|src=|href=", page) == [] and "default-src 'none'" in page
 
 
 def test_a_finished_page_reloads_no_more(tmp_path: Path, progress: Progress) -> None:

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import os
 import threading
-import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from harness.processes import wait_until
 from tensordict import TensorDict
 from testing_client import in_loop
 from testing_rollouts import stored_rows
@@ -36,6 +36,7 @@ from arealite.rollout.account.audit import audit
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("core_rollouts")]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arealite" / "configs" / "gsm8k_ppo_cpu.yaml"
+WAIT_S = 120.0
 Connect = Callable[..., tuple[RemoteInferenceEngine, RolloutWorkers | None]]
 
 
@@ -115,13 +116,6 @@ def kill_a_worker() -> None:
     next(one for one in psutil.Process().children(recursive=True) if "ray::RolloutWorker" in one.name()).kill()
 
 
-def wait_until(is_so: Callable[[], bool], timeout_s: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
-
-
 def rows_of(folder: Path, step: int) -> list[dict[str, Any]]:
     return [row | {"server": ""} for row in stored_rows(folder / "rollouts" / f"step_{step}")]
 
@@ -167,7 +161,7 @@ def test_an_update_of_weights_holds_the_requests_of_every_worker(
     meta.transfer.uploaded.set_result(None)
     updating.result(60)
     num_requests = len(server.requests)
-    wait_until(lambda: len(clients._ready()) == 2)
+    wait_until("two workers", lambda: len(clients._ready()) == 2, WAIT_S)
     server.holds_at = None
     engine.run(engine.receiver.admit())
     assert len(server.requests) == num_requests, "nothing is sent before the release"
@@ -244,7 +238,8 @@ def test_what_a_worker_learns_of_servers_reaches_the_master(connect: Connect) ->
 
     def catch_up() -> None:
         executor = engine._require_executor()
-        wait_until(lambda: all(one.num_waiting_for_servers for one in list(executor._running)))
+        is_waiting = lambda: all(one.num_waiting_for_servers for one in list(executor._running))  # noqa: E731
+        wait_until("a server is waited for", is_waiting, WAIT_S)
         seen.append([one.address for one in engine.servers.joining])
         server.version = 1
         in_loop(engine, lambda: engine.servers.advance(engine.servers.joining, 1))
