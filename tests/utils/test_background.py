@@ -12,7 +12,8 @@ import time
 
 import aiohttp
 import pytest
-from aiohttp import web
+from multidict import CIMultiDict, CIMultiDictProxy
+from yarl import URL
 
 from arealite.utils.background import BackgroundTasks, DaemonThreads, gathered, in_thread
 
@@ -22,18 +23,9 @@ SECRET = "0123456789abcdef"
 
 async def fail_with_the_secret() -> None:
     """Raise what aiohttp raises for a bad reply; its repr shows the headers of the request."""
-    app = web.Application()
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    port = runner.addresses[0][1]
-    headers = {"Authorization": f"Bearer {SECRET}"}
-    try:
-        async with aiohttp.ClientSession(headers=headers) as session, session.get(f"http://127.0.0.1:{port}") as reply:
-            reply.raise_for_status()
-    finally:
-        await runner.cleanup()
+    headers = CIMultiDictProxy(CIMultiDict(Authorization=f"Bearer {SECRET}"))
+    request = aiohttp.RequestInfo(URL("http://127.0.0.1:1"), "GET", headers, URL("http://127.0.0.1:1"))
+    raise aiohttp.ClientResponseError(request, (), status=404)
 
 
 async def until(tasks: BackgroundTasks) -> None:

@@ -4,9 +4,11 @@ import socket
 import subprocess
 import sys
 import threading
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+import testing_forks
 import torch
 import torch.distributed as dist
 
@@ -83,25 +85,27 @@ def test_ranks_that_torchrun_starts_again_meet_at_once(tmp_path: Path) -> None:
     assert (tmp_path / "result.txt").read_text() == "1 True [2.0]"
 
 
+def watch_host2(_: Connection, port: str, told: str) -> None:
+    with open(told, "w") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    distributed._watch_node("127.0.0.1", port, "host2")
+
+
 @pytest.mark.parametrize("is_reset", [True, False])
-def test_a_node_that_resets_its_connection_ends_this_process_and_one_that_closes_it_does_not(is_reset: bool) -> None:
+def test_a_node_that_resets_its_connection_ends_this_process_and_one_that_closes_it_does_not(
+    tmp_path: Path, is_reset: bool
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        code = (
-            "import sys; from arealite.utils import distributed; distributed._watch_node(*sys.argv[1:]); print('over')"
-        )
-        command = [sys.executable, "-c", code, "127.0.0.1", str(listener.getsockname()[1]), "host2"]
-        process = subprocess.Popen(command, stderr=-1, text=True)
-        listener.settimeout(300)
-        link, _ = listener.accept()
-        if is_reset:
-            link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-        link.close()
-        _, err = process.communicate(timeout=120)
-    if is_reset:
-        assert process.returncode == 1
-        assert "node host2 (127.0.0.1) must answer within 30 s: got [Errno 104]" in err
-    else:
-        assert process.returncode == 0, err
+        port = str(listener.getsockname()[1])
+        with testing_forks.connected(watch_host2, port, str(tmp_path / "told")) as process:
+            listener.settimeout(testing_forks.DEADLINE_S)
+            link, _ = listener.accept()
+            if is_reset:
+                link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            link.close()
+            status, told = process.end(), (tmp_path / "told").read_text()
+    assert status == (1 if is_reset else 0), told
+    assert ("node host2 (127.0.0.1) must answer within 30 s: got [Errno 104]" in told) == is_reset
 
 
 def test_every_node_answers_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import itertools
-from multiprocessing.connection import Connection
 
 import pytest
-import testing_forks
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -80,12 +78,3 @@ def test_names_of_what_differs() -> None:
     whole = {name: fingerprint(tensor) for name, tensor in tensors.items()}
     assert model_fingerprint(whole) == model_fingerprint(dict(reversed(whole.items())))
     assert model_fingerprint(whole) != model_fingerprint(whole | {"c": 1})
-
-
-def tell_fingerprint(test: Connection) -> None:
-    test.send(fingerprint(torch.arange(3e5)))
-
-
-def test_other_processes_compute_the_same() -> None:
-    with testing_forks.two_ranks(tell_fingerprint) as ranks:
-        assert [rank.receive() for rank in ranks] == [fingerprint(torch.arange(3e5))] * 2

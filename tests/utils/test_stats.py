@@ -66,10 +66,10 @@ def test_timers_add_up_and_survive_errors() -> None:
 
 def test_a_step_reaches_from_the_end_of_the_one_before() -> None:
     tracker = StatsTracker()
-    time.sleep(0.3)  # before the first use: loading, not a step
+    time.sleep(0.1)  # before the first use: loading, not a step
     began = time.perf_counter()
     with tracker.timer("rollout"):
         pass
     assert tracker.collect()["time/step_s"] <= time.perf_counter() - began
-    time.sleep(0.3)
-    assert tracker.collect()["time/step_s"] >= 0.3
+    time.sleep(0.1)
+    assert tracker.collect()["time/step_s"] >= 0.1

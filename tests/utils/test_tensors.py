@@ -40,14 +40,11 @@ def test_shorter_rows_are_padded_on_the_right_and_read_as_absent() -> None:
     assert batch.batch_size == (3,)
 
 
-def test_different_keys_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"same keys.*'rewards'.* in entry 1"):
-        concat_padded_tensors([rows([[1]], [0.0]), rows([[1]], [0.0]).exclude("versions")])
-
-
-def test_nothing_is_refused() -> None:
+def test_nothing_and_different_keys_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one entry"):
         concat_padded_tensors([])
+    with pytest.raises(ValueError, match=r"same keys.*'rewards'.* in entry 1"):
+        concat_padded_tensors([rows([[1]], [0.0]), rows([[1]], [0.0]).exclude("versions")])
 
 
 def padded(lengths: list[int]) -> TensorDict:
@@ -130,16 +127,6 @@ def test_units_are_never_torn_apart(
         units = [group[start : start + rows_per_unit] for start in range(0, len(group), rows_per_unit)]
         assert all(unit == [*range(unit[0], unit[0] + rows_per_unit)] for unit in units)
         assert all(unit[0] % rows_per_unit == 0 for unit in units)
-
-
-def test_half_a_unit_is_refused() -> None:
-    with pytest.raises(ValueError, match="rows of a rank must come in units of 2: got 3 rows"):
-        unit_lengths(padded([1, 2, 3])["attention_mask"], rows_per_unit=2)
-
-
-def test_a_row_longer_than_the_limit_is_alone() -> None:
-    assert count_micro_batches([10, 3, 3], 1, 8) == 2
-    assert split_balanced([10, 3, 3], 2, 8) == [[0], [1, 2]]
 
 
 def test_without_a_limit_the_number_is_the_minimum_and_at_most_the_rows() -> None:

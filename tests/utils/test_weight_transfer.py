@@ -132,7 +132,7 @@ def test_buckets_arrive_exactly_in_every_dtype_at_every_receiver(pool: ThreadPoo
 
 def test_groups_are_rebuilt_under_new_names_also_at_the_same_port(pool: ThreadPoolExecutor) -> None:
     with hold_port() as holder:
-        for epoch in range(4):
+        for epoch in range(2):
             sender, receiver = join_all(pool, 2, name=f"g-{epoch}", port=port_of(holder))
             received = pool.submit(receive_bucket, [receiver], [Spec("a", (2,), "float32")])
             send_bucket(sender, [torch.full((2,), float(epoch))])
@@ -155,6 +155,8 @@ def test_closing_fails_the_other_side_at_once(pool: ThreadPoolExecutor, closes: 
     assert isinstance(error, ConnectionError) and "Join a new group" in str(error)
     close_group(sender)
     close_group(receiver)
+    with pytest.raises(ConnectionError, match="must be open"):
+        send_bucket(sender, [torch.zeros(1)])
 
 
 def test_a_silent_peer_costs_no_more_than_the_deadline(pool: ThreadPoolExecutor) -> None:
@@ -180,20 +182,6 @@ def test_a_port_in_use_is_an_error() -> None:
         listener.listen()
         with pytest.raises(ConnectionError, match="must form"):
             join_group("127.0.0.1", listener.getsockname()[1], 0, 2, "g", timeout_s=2.0)
-
-
-@pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (2, 2), (-1, 2)])
-def test_ranks_are_checked(rank: int, world_size: int) -> None:
-    with pytest.raises(ValueError, match=f"got rank {rank} of {world_size}"):
-        join_group("127.0.0.1", 1, rank, world_size, "g")
-
-
-def test_a_closed_group_is_an_error(pool: ThreadPoolExecutor) -> None:
-    sender, receiver = join_all(pool, 2)
-    close_group(sender)
-    with pytest.raises(ConnectionError, match="must be open"):
-        send_bucket(sender, [torch.zeros(1)])
-    close_group(receiver)
 
 
 def receive(test: Connection, port: int, size: int) -> None:
