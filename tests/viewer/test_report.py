@@ -183,13 +183,10 @@ def test_prompts_of_an_evaluation_may_have_any_name_and_no_reward(tmp_path: Path
     assert found is not None and found["counts"] == {"better": 5, "equal": 1, "worse": 0}
     assert [pair["change"] for pair in found["pairs"]] == ["better", "equal", "better", "better", "better", "better"]
     assert [pair["prompt"] for pair in found["pairs"]] == ["question 0", "", "question 0", "long", *["question 0"] * 2]
-    for name, num_samples in (("sampled", 2), ("greedy", 1)):
-        ids = [(one, n) for one in names for n in range(num_samples)]
-        lines = [sample(0, step=0, reward=1.0, sample=n) | {"prompt_id": one} for one, n in ids]
-        write_rows(tmp_path / f"rollouts/{name}", lines)
+    for name in ("sampled", "greedy"):
+        write_rows(tmp_path / f"rollouts/{name}", [sample(0, step=0, reward=1.0) | {"prompt_id": one} for one in names])
     shown = examples(tmp_path / "rollouts")
     assert shown is not None and shown["counts"] == {"always": 6, "sometimes": 0, "unsolved": 0}
-    assert [pair["titles"] for pair in shown["pairs"]] == [["Greedy", "Sample 1"]] * 6
 
 
 @given(st.integers(1, 40))
@@ -235,18 +232,10 @@ def test_a_run_that_was_cut_off(tmp_path: Path) -> None:
     assert "ended early: 4 steps so far" in data["run"]["lead"]
 
 
-def test_an_sft_run(tmp_path: Path) -> None:
-    rows = [{"step": i, "sft/loss": 2.0 - i, "optim/grad_norm": 1.0, "time/step_s": 1.0} for i in range(2)]
-    write_jsonl(tmp_path / "metrics.jsonl", rows)
-    (tmp_path / "config.yaml").write_text("model: {path: tiny}\ntrain_dataset: {path: gsm8k}\n")
-    path = write_report(tmp_path)
-    assert "Supervised fine-tuning of tiny on gsm8k" in parse(path)[1]["run"]["lead"]
-    assert cards_of(path)["Loss"] == "2 → 1"
-
-
 @pytest.mark.parametrize(
     ("config", "lead"),
     [
+        ("model: {path: tiny}\ntrain_dataset: {path: gsm8k}", "Supervised fine-tuning of tiny on gsm8k"),
         ("model: {path: tiny}\ntrain_dataset: {path: rows, type: dpo}", "Preference optimization of tiny on rows"),
         ("model: {path: tiny}\ntrain_dataset: {path: rows, type: rw}", "Reward modelling of tiny on rows"),
         ("actor: {path: tiny, algorithm: rloo}", "rloo of tiny"),
@@ -255,8 +244,9 @@ def test_an_sft_run(tmp_path: Path) -> None:
 )
 def test_the_page_says_what_was_run(tmp_path: Path, config: str, lead: str) -> None:
     (tmp_path / "config.yaml").write_text(config)
-    write_jsonl(tmp_path / "metrics.jsonl", [{"step": 0, "time/step_s": 1.0}])
-    assert lead in parse(write_report(tmp_path))[1]["run"]["lead"]
+    write_jsonl(tmp_path / "metrics.jsonl", [{"step": i, "sft/loss": 2.0 - i, "time/step_s": 1.0} for i in range(2)])
+    assert lead in parse(path := write_report(tmp_path))[1]["run"]["lead"]
+    assert cards_of(path)["Loss"] == "2 → 1"
 
 
 @pytest.mark.parametrize(

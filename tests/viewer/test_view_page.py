@@ -1,6 +1,5 @@
 """The page in a real Chromium, which `make test-view` brings playwright for."""
 
-import re
 import shutil
 import signal
 import subprocess
@@ -11,14 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
-from testing_quickstart import write_tiny_model
 from testing_rollouts import write_rows
 from testing_views import byte_tokenizer, row, write_metrics, write_run
 
-from arealite.cli.main import main
-from arealite.rollout.account.rollout_file import write_batch
 from arealite.rollout.account.store import Update, write_update
 
 pytestmark = pytest.mark.slow
@@ -26,7 +21,7 @@ pytestmark = pytest.mark.slow
 Viewing = Callable[[Path], str]
 NewPage = Callable[..., Any]
 NASTY = "</script><img src=x onerror=alert(1)> {{title}}"
-NUM_STEPS, NUM_ROWS, NUM_TOKENS = 100, 1000, 320
+NUM_STEPS, NUM_ROWS = 100, 1000
 ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync")
 
 
@@ -147,36 +142,6 @@ def test_from_the_list_of_runs_to_a_token(tmp_path: Path, viewing: Viewing, new_
     page.wait_for_selector(".chart h3:has-text('Time per step seconds, of e / t0 only')")
 
 
-def test_two_runs_on_the_same_prompt(tmp_path: Path, viewing: Viewing, new_page: NewPage) -> None:
-    for name in ("t0", "t1"):
-        write_metrics(tmp_path / name, [0, 1])
-        rows = [row("1-3", step=1, sampled=f"of {name}"), row("1-4", step=1, sampled="another")]
-        write_rows(tmp_path / name / "rollouts/step_1", rows)
-        write_rows(tmp_path / name / "rollouts/eval_step_1", [row("0-3", step=1, sampled="held out")])
-    write_rows(tmp_path / "t0/rollouts/step_0", [row("0-3", step=0, sampled="before")])
-    address = viewing(tmp_path)
-    page = new_page(viewport={"width": 1400, "height": 900})
-    page.goto(address.replace("#", "#view=rows&run=t0&beside=t1&"))
-    counted(page, "4 of 4")
-    page.fill("[name=prompt]", "1-3")
-    counted(page, "1 of 4")
-    page.select_option("[name=truncated]", "yes")
-    counted(page, "0 of 4")
-    page.select_option("[name=truncated]", "no")
-    counted(page, "1 of 4")
-    page.focus("#rows .scroll")
-    page.keyboard.press("Home")
-    page.wait_for_selector(".compare optgroup[label=t1]", state="attached")
-    assert page.locator(".compare option").all_text_contents() == [
-        "nothing",
-        "step 0, prompt 0-3, sample 0: reward 0",
-        "step 1, prompt 1-3, sample 0: reward 0",
-    ]
-    page.select_option(".compare select", index=2)
-    page.wait_for_selector(".sides .turn.sampled >> nth=1")
-    assert page.locator(".sides .turn.sampled pre").all_inner_texts() == ["of t0", "of t1"]
-
-
 def test_prompts_of_two_evaluations_and_of_two_runs(tmp_path: Path, viewing: Viewing, new_page: NewPage) -> None:
     """Rewards of each prompt in both, averaged over samples, sorted by the difference; a line opens both."""
     rewards = {"t0": {0: (0.0, 1.0, 0.5), 4: (1.0, 0.0, 0.5)}, "t1": {4: (0.25, 0.25, 1.0)}}
@@ -216,21 +181,6 @@ def test_prompts_of_two_evaluations_and_of_two_runs(tmp_path: Path, viewing: Vie
     page.wait_for_selector("#pairs .note:has-text('4 prompts are in both')")
     page.click("#pairs tbody button:text-is('0')")
     page.wait_for_selector(".sides .turn.sampled:has-text('t1 4 0')")
-
-
-def test_what_an_environment_says_does_not_look_sampled(tmp_path: Path, viewing: Viewing, new_page: NewPage) -> None:
-    write_metrics(tmp_path, [0])
-    turns = [{"given": "6 * 7?"}, {"sampled": "41"}, {"given": "That is wrong."}, {"sampled": "42"}]
-    for step in (0, 1):
-        write_rows(tmp_path / f"rollouts/eval_step_{step}", [row("0-1", step=step, reward=step) | {"segments": turns}])
-    page = opened(new_page(viewport={"width": 1000, "height": 900}), viewing(tmp_path), "charts")
-    page.wait_for_selector(".answers .turn")
-    assert page.inner_text(".pair .question") == "6 * 7?"
-    assert page.locator(".answers .turn.given pre").all_inner_texts() == ["That is wrong."] * 2
-    assert page.locator(".answers .turn.sampled pre").all_inner_texts() == ["41", "42"] * 2
-    edges = [page.locator(f".answers .turn.{kind}").first.evaluate("node => getComputedStyle(node).borderLeftColor")
-             for kind in ("given", "sampled")]  # fmt: skip
-    assert edges[0] != edges[1]
 
 
 def test_what_the_update_made_of_a_token_and_the_branches_of_an_agent(
@@ -303,16 +253,6 @@ def test_names_of_runs_are_no_markup_and_equal_ones_are_told_apart(
     assert page.inner_text("#charts .title") == "<b>e</b> / <img src=x>" and page.query_selector("main img") is None
 
 
-def test_a_folder_without_runs_says_so_until_there_is_one(tmp_path: Path, viewing: Viewing, new_page: NewPage) -> None:
-    (page := new_page()).goto(viewing(tmp_path))
-    page.wait_for_selector("#runs .none:has-text('No run is here')")
-    write_metrics(tmp_path / "e/t0", [0])
-    page.click("text=e/t0")
-    page.wait_for_selector(".plot .main-svg")
-    page.click("#tab-rows")
-    counted(page, "No trajectory is stored so far. Fine-tuning stores none.")
-
-
 def test_a_run_that_trains_and_resumes(tmp_path: Path, viewing: Viewing, new_page: NewPage) -> None:
     run = write_run(tmp_path / "t0", is_finished=False)
     address = viewing(run)
@@ -331,34 +271,6 @@ def test_a_run_that_trains_and_resumes(tmp_path: Path, viewing: Viewing, new_pag
     counted(page, "0 of 12")
 
 
-def test_steps_appear_while_a_run_trains(tmp_path: Path, viewing: Viewing, new_page: NewPage) -> None:
-    """A real one, of a tiny model; told to stop once the page has shown more steps than at first."""
-    folder = tmp_path / "live"
-    assert main(["init", str(folder), "--template", "rlvr"]) == 0
-    write_tiny_model(out=folder / "tiny", corpus=None, seed=1)
-    (folder / "runs").mkdir()
-    address = viewing(folder / "runs")
-    command = [sys.executable, "-m", "arealite.launcher.local", "train.py", "--config", "config.yaml"]
-    command += ["launcher.preflight=false", "total_train_epochs=500"]
-    (page := new_page()).goto(address)
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL) as training:
-        try:
-            page.click("#runs .link:has-text('live/first')", timeout=120_000)
-            counts, deadline = list[int](), time.monotonic() + 600
-            while len(counts) < 2 and time.monotonic() < deadline:
-                found = re.search(r"\(training: ([1-9]\d*) steps so far\)", page.inner_text("#charts .lead"))
-                if found is not None and int(found[1]) not in counts:
-                    counts.append(int(found[1]))
-                page.wait_for_timeout(100)
-            assert len(counts) == 2 and counts == sorted(counts), page.inner_text("#charts .lead")
-            page.click("#tab-rows")
-            page.wait_for_selector(".lines .line")
-        finally:
-            training.send_signal(signal.SIGINT)
-    page.click("#tab-runs")
-    page.wait_for_selector("#runs td.state:text-is('stopped')", timeout=120_000)
-
-
 def test_odd_names_missing_rewards_and_megabytes_of_text(tmp_path: Path, viewing: Viewing, new_page: NewPage) -> None:
     run, long = write_run(tmp_path / "t0"), "long " * 100_000
     for step in (0, 6):
@@ -366,19 +278,18 @@ def test_odd_names_missing_rewards_and_megabytes_of_text(tmp_path: Path, viewing
         write_rows(run / f"rollouts/eval_step_{step}", rows)
     write_rows(run / "rollouts/step_2", [row("0-9", step=2) | {"segments": [{"given": long}, {"sampled": NASTY}]}])
     address = viewing(tmp_path)
-    pages = [opened(new_page(), address) for _ in range(2)]
-    for page in pages:
-        counted(page, "19 of 19")
-        page.select_option("[name=order]", "prompt")
-        page.fill("[name=text]", "onerror")
-        counted(page, "1 of 19")
-        page.focus("#rows .scroll")
-        page.keyboard.press("ArrowDown")
-        page.click("#row button:has-text('Show all 500,000 characters')")
-        assert page.locator("#row .turn.given pre").evaluate("node => node.textContent") == long
-        page.click("#tab-charts")
-        page.wait_for_selector("#before-after .answer b:text-is('reward unknown')")
-        assert page.locator("#before-after .pair").count() == 3 and page.query_selector("main img") is None
+    page = opened(new_page(), address)
+    counted(page, "19 of 19")
+    page.select_option("[name=order]", "prompt")
+    page.fill("[name=text]", "onerror")
+    counted(page, "1 of 19")
+    page.focus("#rows .scroll")
+    page.keyboard.press("ArrowDown")
+    page.click("#row button:has-text('Show all 500,000 characters')")
+    assert page.locator("#row .turn.given pre").evaluate("node => node.textContent") == long
+    page.click("#tab-charts")
+    page.wait_for_selector("#before-after .answer b:text-is('reward unknown')")
+    assert page.locator("#before-after .pair").count() == 3 and page.query_selector("main img") is None
 
 
 def test_without_the_token_the_page_says_what_to_do(tmp_path: Path, viewing: Viewing, browser: Any) -> None:
@@ -390,7 +301,7 @@ def test_without_the_token_the_page_says_what_to_do(tmp_path: Path, viewing: Vie
     page.close()
 
 
-@pytest.mark.parametrize("width", [400, 700, 1000, 1600])
+@pytest.mark.parametrize("width", [400, 1600])
 def test_nothing_is_wider_than_the_window(tmp_path: Path, viewing: Viewing, new_page: NewPage, width: int) -> None:
     for name in ("t0", "t1"):
         write_run(tmp_path / name)
@@ -452,31 +363,12 @@ def test_a_saved_page_needs_no_server(tmp_path: Path, viewing: Viewing, new_page
 
 
 def write_large_run(run: Path) -> None:
-    """Write 100,000 trajectories of 320 tokens: ten files that are new, and copies."""
+    """Write 100,000 trajectories: a step of 1,000, and copies."""
     write_metrics(run, range(NUM_STEPS))
-    generator = np.random.default_rng(1)
-    offsets = np.arange(0, (NUM_ROWS + 1) * NUM_TOKENS, NUM_TOKENS, dtype=np.int32)
-    place = np.tile(np.arange(NUM_TOKENS), NUM_ROWS)
-    for step in range(NUM_STEPS):
-        path = run / f"rollouts/step_{step}/0.parquet"
-        if step >= 10:
-            path.parent.mkdir()
-            shutil.copy(run / f"rollouts/step_{step % 10}/0.parquet", path)
-            continue
-        per_token = {
-            "input_ids": generator.integers(0, 50_000, len(place)), "loss_mask": (place >= 64).astype(np.int64),
-            "logprobs": -generator.random(len(place), np.float32), "versions": np.where(place < 64, -1, step),
-        }  # fmt: skip
-        words = np.array(["so", "we", "add", "and", "get", "the", "same", "sum", "again"])
-        texts = [" ".join(words[generator.integers(0, len(words), 250)]) for _ in range(NUM_ROWS)]
-        segments = [[{"given": f"question {i}", "sampled": None}, {"sampled": text}] for i, text in enumerate(texts)]
-        columns = {
-            "prompt_id": [f"0-{i // 8}" for i in range(NUM_ROWS)], "row": [0] * NUM_ROWS, "num_rows": [1] * NUM_ROWS,
-            "sample": [i % 8 for i in range(NUM_ROWS)], "attempt": [0] * NUM_ROWS, "server": ["a"] * NUM_ROWS,
-            "reward": generator.integers(0, 2, NUM_ROWS).astype(np.float32), "segments": segments,
-        }  # fmt: skip
-        lists = {key: pa.ListArray.from_arrays(offsets, pa.array(values)) for key, values in per_token.items()}
-        write_batch(path, [pa.table(columns | lists)], step)
+    first = run / "rollouts/step_0"
+    write_rows(first, [row(f"0-{i // 8}", step=0, sample=i % 8, given=f"question {i}") for i in range(NUM_ROWS)])
+    for step in range(1, NUM_STEPS):
+        shutil.copytree(first, run / f"rollouts/step_{step}")
 
 
 def test_a_hundred_thousand_trajectories(tmp_path: Path, viewing: Viewing, new_page: NewPage) -> None:

@@ -95,21 +95,6 @@ def test_a_name_that_its_owner_lets_point_here_is_refused(tmp_path: Path) -> Non
     served(tmp_path, test)
 
 
-def test_names_and_texts_that_are_not_utf_8_are_shown_escaped(tmp_path: Path) -> None:
-    async def test(get: Get) -> None:
-        _, _, [line] = await get("/api/runs")
-        assert line["run"] == r"t\udcff"
-        _, _, found = await get("/api/run", run=line["run"])
-        assert (
-            found["title"] == f"{tmp_path.name} / t\\udcff"
-            and found["charts"][0]["traces"][0]["name"] == r"workflow/\ud800"
-        )
-
-    write_metrics(folder := tmp_path / os.fsdecode(b"t\xff"), [])
-    (folder / "metrics.jsonl").write_text('{"step": 0, "workflow/\\ud800": 1.0}\n')
-    served(tmp_path, test)
-
-
 def test_one_run_from_its_list_to_a_trajectory(tmp_path: Path) -> None:
     async def test(get: Get) -> None:
         _, _, [line] = await get("/api/runs")
