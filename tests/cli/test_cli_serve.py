@@ -9,11 +9,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from harness import wire
+from harness.wire import Answer
 from testing_registry import RunningRegistry
-from tiny_models import save_qwen3
+from tiny_models import build, config, save_qwen3, tokenizer
 
 from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.api.config.loader import to_yaml
@@ -39,8 +42,8 @@ class RunningRun:
             f"cluster: {{n_gpus_per_node: 0, fileroot: {fileroot}}}\ntrain_dataset: {{path: gsm8k, batch_size: 4}}\n"
             "gconfig: {max_new_tokens: 16}\nlite: {context: 128, threads: 1}\nown_key: 1\n"
         )
-        config, _ = load_expr_config(["--config", str(self.config)], GRPOConfig, ignore_unknown=True)
-        (self.folder / "config.yaml").write_text(to_yaml(config))
+        loaded, _ = load_expr_config(["--config", str(self.config)], GRPOConfig, ignore_unknown=True)
+        (self.folder / "config.yaml").write_text(to_yaml(loaded))
         self.secret = ensure_secret(self.folder)
         self.registry = RunningRegistry(self.secret, self.folder / "registry.json")
 
@@ -196,16 +199,39 @@ def test_servers_of_another_kind_or_secret(
     assert status == 2 and "must show the secret of the run: got none or another one" in shown
 
 
-def test_a_server_joins_and_leaves(run: RunningRun) -> None:
+def test_a_server_joins_and_hands_back_exactly_the_tokens_so_far(run: RunningRun, tmp_path: Path) -> None:
+    long = tmp_path / "long"
+    build(config(max_position_embeddings=8192), seed=0).save_pretrained(long)
+    tokenizer().save_pretrained(long)
     command = [sys.executable, "-m", "arealite.cli.main", "serve", "--join", "exp/trial", "--host", LOOPBACK]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([*command, "--fileroot", str(run.fileroot)], env=environment, stdout=subprocess.DEVNULL)
+    command += ["--fileroot", str(run.fileroot), f"actor.path={long}", "lite.context=8192", "lite.deterministic=true"]
+    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+
+    def ask(endpoint: str, body: object, secret: str | None = run.secret) -> Answer:
+        return wire.ask(record.address, "POST", endpoint, body, timeout_s=DEADLINE_S, secret=secret)
+
+    def sample(length: int) -> tuple[list[int], str]:
+        params = {"max_new_tokens": length, "temperature": 0.0, "ignore_eos": True}
+        reply = ask("/generate", {"input_ids": [5, 6, 2], "sampling_params": params}).body
+        return reply["output_ids"], reply["meta_info"]["finish_reason"]["type"]
+
+    def num_generated() -> int:
+        about = wire.ask(record.address, "GET", "/server_info", timeout_s=DEADLINE_S, secret=run.secret)
+        return int(about.body["generated_tokens"])
+
     try:
-        ready = run.registry.wait_for(lambda servers: len(servers) == 1, DEADLINE_S)
-        (record,) = ready.values()
+        (record,) = run.registry.wait_for(lambda servers: len(servers) == 1, DEADLINE_S).values()
         assert record.name == f"{platform.node()}-{process.pid}" and record.backend == "lite"
-        process.send_signal(signal.SIGINT)
-        assert process.wait(DEADLINE_S) == 0
-        assert run.registry.servers == {}
+        assert ask("/generate", {}, secret=None).status == 401
+        undisturbed, _ = sample(100)
+        with ThreadPoolExecutor(1) as pool:
+            reply = pool.submit(sample, 8000)
+            while num_generated() < 150:
+                assert not reply.done()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(DEADLINE_S) == 0 and run.registry.servers == {}
+        tokens, finish = reply.result()
+        shorter = min(len(tokens), 100)
+        assert finish == "abort" and shorter >= 40 and tokens[:shorter] == undisturbed[:shorter]
     finally:
         process.kill()

@@ -9,6 +9,7 @@ import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
+from arealite.utils.secret import authorization
 from harness.processes import Program, wait_until
 
 
@@ -20,10 +21,12 @@ class Answer:
     body: Any
 
 
-def ask(address: str, method: str, endpoint: str, payload: Any = None, *, timeout_s: float = 60.0) -> Answer:
+def ask(
+    address: str, method: str, endpoint: str, payload: Any = None, *, timeout_s: float = 60.0, secret: str | None = None
+) -> Answer:
     """Send a request and return the answer, whatever its status; OSError if there is none."""
     data = None if payload is None else json.dumps(payload).encode()
-    headers = {} if data is None else {"Content-Type": "application/json"}
+    headers = authorization(secret) | ({} if data is None else {"Content-Type": "application/json"})
     request = urllib.request.Request(f"http://{address}{endpoint}", data, headers, method=method)
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as reply:

@@ -111,6 +111,13 @@ class Run:
         assert wait_gone(self.pids, timeout_s=120) == set(), self.output
         return status
 
+    def again(self, *overrides: str, under: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+        """Launch the same script once more, with other overrides, and wait for the end."""
+        folder = self.output_path.parent
+        command = [*under, sys.executable, "-m", "arealite.launcher.local", "entry.py", "--config", "config.yaml"]
+        env = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{folder}", "PIDS": str(self.pids_folder)}
+        return subprocess.run([*command, *overrides], cwd=folder, env=env, capture_output=True, text=True, check=False)
+
 
 @pytest.fixture
 def launch_script(tmp_path: Path) -> Iterator[Callable[..., Run]]:
@@ -136,22 +143,9 @@ def launch_script(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         (tmp_path / "entry.py").write_text(PRELUDE + textwrap.dedent(entry))
         (tmp_path / "pids").mkdir()
         output = tmp_path / "output.txt"
-        command = [
-            sys.executable,
-            "-m",
-            "arealite.launcher.local",
-            tmp_path / "entry.py",
-            "--config",
-            tmp_path / "config.yaml",
-        ]
-        environment = (
-            os.environ
-            | {
-                "PYTHONPATH": f"{REPOSITORY}:{tmp_path}",
-                "PIDS": str(tmp_path / "pids"),
-            }
-            | env
-        )
+        command = [sys.executable, "-m", "arealite.launcher.local", tmp_path / "entry.py"]
+        command += ["--config", tmp_path / "config.yaml"]
+        environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{tmp_path}", "PIDS": str(tmp_path / "pids")} | env
         with output.open("wb") as file:
             sink = file if stdout is None else stdout
             process = spawn([*command, *overrides], env=environment, cwd=tmp_path, stdout=sink, stderr=sink)

@@ -1,17 +1,14 @@
-"""A training script that stands still in one of six ways; the variable PLANTED names it.
+"""A training script that stands still in one of five ways; the variable PLANTED names it.
 
 Run by the local launcher from `test_stalls.py`, which finds the guilty lines by their `# guilty` comments. Each imports
-what it needs, for six start at once.
+what it needs, for five start at once.
 """
 
-import contextlib
 import os
-import resource
 import sys
 import time
 
-from arealite.api.cli_args import GRPOConfig, OptimizerConfig, TrainEngineConfig, load_expr_config
-from arealite.api.io_struct import FinetuneSpec
+from arealite.api.cli_args import GRPOConfig, load_expr_config
 
 
 def absent_rank(config):
@@ -24,34 +21,11 @@ def absent_rank(config):
     all_reduce_numbers([1.0])
 
 
-def full_disk(config):
-    from arealite.engine.fsdp_engine import FSDPEngine
-    from arealite.trainer.saver import Saver
-
-    engine = FSDPEngine(TrainEngineConfig(path=config.actor.path, optimizer=OptimizerConfig()))
-    engine.initialize(None, FinetuneSpec(1, 8, 8))
-    fill(config.cluster.fileroot)
-    print("." * 8192, flush=True)  # more than the page of the log that is there already
-    Saver(config.saver, FinetuneSpec(1, 8, 8)).save(engine, 0)
-
-
-def fill(folder):
-    """Use up the small disk, or forbid this process to write larger files where there is none."""
-    if not os.path.ismount(folder):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
-        return
-    with open(os.path.join(folder, "ballast"), "wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(4096))
-
-
 def main(argv):
     config, _ = load_expr_config(argv, GRPOConfig)
     name = os.environ["PLANTED"]
     if name == "absent_rank":
         absent_rank(config)
-    elif name == "full_disk":
-        full_disk(config)
     else:
         import planted_episodes
 

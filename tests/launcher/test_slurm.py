@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -14,10 +13,10 @@ import pytest
 
 from arealite.api.config.run import RunConfig, load_run_config
 from arealite.launcher import slurm
+from arealite.launcher.place import relay
 from arealite.launcher.place import slurm as place_slurm
 from arealite.launcher.place.slurm import step_command
 from arealite.launcher.plan.plan import Placement, Run, make_plan
-from arealite.utils.processes import wait_gone
 
 REPOSITORY = Path(__file__).parents[2]
 ENTRY = REPOSITORY / "examples" / "arealite" / "gsm8k_grpo.py"
@@ -119,37 +118,10 @@ def test_each_role_has_its_image():
     assert "apptainer" not in step_command(launcher, RANK, node="n7", toward="n8")
 
 
-def relay_of(*flags: str, script: str, **env: str) -> subprocess.Popen[bytes]:
-    """Start a relay and give it a job."""
-    relay = subprocess.Popen(
-        [sys.executable, "-m", "arealite.launcher.place.relay", "--toward", "127.0.0.1", *flags],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=os.environ | env,
-        start_new_session=True,
-    )
-    relay.stdin.write(json.dumps({"name": "job", "command": ["sh", "-c", script], "env": {}}).encode() + b"\n")
-    relay.stdin.flush()
-    return relay
-
-
-@pytest.mark.parametrize(
-    ("flags", "gpus"), [(["--devices", "0,2"], ["3", "7"]), (["--devices", ""], []), ([], ["3", "5", "7"])]
-)
-def test_the_gpus_of_a_step_have_the_names_that_slurm_gave_them(flags, gpus):
-    relay = relay_of(*flags, script="true", CUDA_VISIBLE_DEVICES="3,5,7")
-    frames = [json.loads(line) for line in relay.communicate(timeout=DEADLINE_S)[0].splitlines()]
-    assert frames[0]["hello"]["gpus"] == gpus
-
-
-def test_a_step_that_slurm_has_lost_sight_of_ends_its_job(tmp_path):
-    """Its stdin stays open, so only the silence of the launcher tells."""
-    pids = tmp_path / "pids"
-    relay = relay_of("--watchdog", "2", script=f"echo $$ > {pids}; setsid sleep 600 & echo $! >> {pids}; sleep 600")
-    assert relay.wait(DEADLINE_S) == -signal.SIGALRM
-    assert wait_gone(map(int, pids.read_text().split()), DEADLINE_S) == set()
-    relay.stdin.close()
-    relay.stdout.close()
+@pytest.mark.parametrize(("devices", "gpus"), [("0,2", ["3", "7"]), ("", []), (None, ["3", "5", "7"])])
+def test_the_gpus_of_a_step_have_the_names_that_slurm_gave_them(monkeypatch, devices, gpus):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7")
+    assert relay._gpus(devices) == gpus
 
 
 @pytest.fixture

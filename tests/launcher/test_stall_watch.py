@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import re
-import signal
-import subprocess
-import time
+import asyncio
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from arealite.watchdog import stall
 
 SFT = ("allocation_mode=d1", "model.path=tiny")
 
@@ -30,49 +33,52 @@ def test_a_run_that_stalls_ends_with_one_verdict(launch_script):
     assert len(list(run.logs.parent.glob("stall_*.txt"))) == 1
 
 
-def test_progress_is_no_stall(launch_script):
-    """Twice the timeout, with a tick now and then by one of two ranks only."""
-    run = launch_script(
-        """
-        from arealite.utils import heartbeat
-        heartbeat.tick()
-        for _ in range(20):
-            time.sleep(0.5)
-            if os.environ["RANK"] == "1": heartbeat.tick()
-        """,
-        *("allocation_mode=d2", "model.path=tiny", "launcher.stall_timeout=5"),
+def stalled_at(
+    monkeypatch: pytest.MonkeyPatch,
+    beats: Callable[[float], dict[str, int]],
+    output: Callable[[float], int] = lambda now: 0,
+) -> float:
+    """Return when a watch of two ranks calls their run stalled, on a clock of its own; inf: not in 100 s.
+
+    `beats` tells the counts of those that have begun, `output` how much all have written. The timeouts are 5 and 20 s.
+    """
+    now = 0.0
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        if now > 100:
+            raise TimeoutError
+
+    def read_heartbeats(_: Path) -> list[stall.Process]:
+        return [stall.Process(name, 1, count) for name, count in beats(now).items()]
+
+    monkeypatch.setattr(stall, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(stall, "asyncio", SimpleNamespace(sleep=sleep, to_thread=asyncio.to_thread))
+    monkeypatch.setattr(stall, "read_heartbeats", read_heartbeats)
+    monkeypatch.setattr(stall, "collect", lambda *_, **__: None)
+    monkeypatch.setattr(stall.StallWatch, "_save", lambda *_: [])
+    watch = stall.StallWatch(
+        timeout_s=5.0,
+        setup_timeout_s=20.0,
+        logs=Path(),
+        expected=["trainer-0", "trainer-1"],
+        count_output=lambda: output(now),
     )
-    assert run.end() == 0, run.output
-    assert "stalled" not in run.output
+    try:
+        asyncio.run(watch.stall())
+    except TimeoutError:
+        return math.inf
+    return now
 
 
-def test_the_start_has_a_timeout_of_its_own_and_lines_are_progress(launch_script):
-    run = launch_script(
-        """
-        for index in range(9):
-            time.sleep(1)
-            print("loading part", index, flush=True)
-        note("trainer-0"); time.sleep(600)
-        """,
-        *("allocation_mode=d1", "actor.path=tiny", "rollout.server_addrs=[127.0.0.1:9]"),
-        *("launcher.stall_timeout=1", "rollout.setup_timeout=7"),
-    )
-    assert run.end() == 4, run.output
-    before, verdict, _ = run.output.partition("stalled: no progress for ")
-    assert "loading part 8" in before and verdict
-    match = re.search(r"no progress for (\d+) s: trainer-0 has not made its first progress", run.output)
-    assert match is not None and int(match[1]) >= 7
+def test_progress_of_one_rank_is_no_stall(monkeypatch):
+    assert stalled_at(monkeypatch, lambda now: {"trainer-0": 1, "trainer-1": int(now / 4)}) == math.inf
+    assert 20 < stalled_at(monkeypatch, lambda now: {"trainer-0": 1, "trainer-1": int(min(now, 16) / 4)}) < 23
 
 
-def test_servers_without_trainer_may_idle(launch_script):
-    run = launch_script(
-        "raise SystemExit(1)", "allocation_mode=sglang.d1", "actor.path=tiny", "launcher.stall_timeout=0.5"
-    )
-    while "is ready at" not in run.output:
-        assert run.process.poll() is None, run.output
-        time.sleep(0.02)
-    with pytest.raises(subprocess.TimeoutExpired):
-        run.process.wait(2.5)
-    assert "stalled" not in run.output
-    run.process.send_signal(signal.SIGINT)
-    assert run.end() == 130
+def test_the_start_has_a_timeout_of_its_own_and_lines_are_progress(monkeypatch):
+    first = {"trainer-0": 1}
+    assert 20 < stalled_at(monkeypatch, lambda now: first) < 22
+    assert 35 < stalled_at(monkeypatch, lambda now: first, output=lambda now: int(min(now, 16))) < 38
+    assert 5 < stalled_at(monkeypatch, lambda now: {"trainer-0": 1, "trainer-1": 1}, output=int) < 7

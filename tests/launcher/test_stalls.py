@@ -1,4 +1,4 @@
-"""Six planted stalls under the real launcher, all at once: each verdict names its culprit by pid, line, rank or server.
+"""Five planted stalls under the real launcher, at once: each verdict names its culprit by pid, line, rank or server.
 
 With RECORD_STALLS=<file> the verdicts are written there (they are shown in `docs/stalls.md`).
 """
@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +29,6 @@ TWO_RANKS = ("allocation_mode=d2", "rollout.server_addrs=[127.0.0.1:9]")
 STALLS = {
     "stopped_server": ("allocation_mode=lite.d1+d1",),
     "absent_rank": TWO_RANKS,
-    "full_disk": (*NO_SERVER, "saver.freq_steps=1", "launcher.stall_timeout=60"),
     "reward_deadlock": NO_SERVER,
     "awaits_for_ever": NO_SERVER,
     "blocking_sleep": NO_SERVER,
@@ -61,18 +59,7 @@ class Stall:
 
 
 @pytest.fixture(scope="module")
-def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Return a folder on a disk of 4 MiB, if we may mount one."""
-    folder = tmp_path_factory.mktemp("disk")
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
-    subprocess.run(command, capture_output=True, check=False)
-    yield folder
-    if folder.is_mount():
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-@pytest.fixture(scope="module")
-def stalls(tmp_path_factory: pytest.TempPathFactory, small_disk: Path) -> Iterator[dict[str, Stall]]:
+def stalls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Stall]:
     folder = tmp_path_factory.mktemp("stalls")
     model = save_qwen3(folder / "model", seed=1)
     config = {
@@ -87,31 +74,27 @@ def stalls(tmp_path_factory: pytest.TempPathFactory, small_disk: Path) -> Iterat
     runs: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for name, overrides in STALLS.items():
-            runs[name] = _start(folder, name, small_disk if name == "full_disk" else folder, overrides)
+            runs[name] = _start(folder, name, overrides)
         statuses = {name: run.wait(DEADLINE_S) for name, run in runs.items()}
     finally:
         for run in runs.values():
             kill_tree(run.pid)
     stalls = {
-        name: Stall(
-            status,
-            (folder / f"{name}.txt").read_text(),
-            (small_disk if name == "full_disk" else folder) / "exp" / name,
-        )
+        name: Stall(status, (folder / f"{name}.txt").read_text(), folder / "exp" / name)
         for name, status in statuses.items()
     }
     if os.environ.get("RECORD_STALLS"):
         Path(os.environ["RECORD_STALLS"]).write_text(
             "\n".join(f"## {n}\n{stall.output}" for n, stall in stalls.items())
         )
-    yield stalls
+    return stalls
 
 
-def _start(folder: Path, name: str, fileroot: Path, overrides: tuple[str, ...]) -> subprocess.Popen[bytes]:
+def _start(folder: Path, name: str, overrides: tuple[str, ...]) -> subprocess.Popen[bytes]:
     paths = os.pathsep.join([str(HERE), str(HERE.parent), str(HERE.parents[1])])
     program = "import os, sys; os.environ['LAUNCHER'] = str(os.getpid()); from arealite.launcher.local import main; "
     command = [sys.executable, "-c", program + "sys.exit(main(sys.argv[1:]))", PROGRAM, "--config"]
-    command += [folder / "config.yaml", f"trial_name={name}", f"cluster.fileroot={fileroot}", *overrides]
+    command += [folder / "config.yaml", f"trial_name={name}", f"cluster.fileroot={folder}", *overrides]
     with (folder / f"{name}.txt").open("wb") as output:
         environment = os.environ | {"PYTHONPATH": paths, "PLANTED": name, "OMP_NUM_THREADS": "1"}
         return spawn(command, env=environment, stdout=output, stderr=output)
@@ -166,20 +149,6 @@ def test_blocking_call_in_a_workflow(stalls):
     assert re.search(warning, stall.output), "the warning comes while it blocks"
     culprit = f"trainer-0 (pid {stall.pid_of('trainer-0')})"
     assert f" s: {culprit} blocks the event loop of episodes at {line}Blocking.arun_episode, for " in stall.verdict
-
-
-def test_full_disk(stalls, small_disk):
-    """Not a stall: a process that can't write ends the run with path, error and free space, with or without logs."""
-    stall = stalls["full_disk"]
-    assert stall.status == 1, stall.output
-    assert "launcher | trainer-0 failed with exit status 1: stopping everything" in stall.output
-    (line,) = [line for line in stall.output.splitlines() if line.startswith("OSError: ")]
-    assert line.startswith(f"OSError: {stall.folder}/checkpoints/.step_0.unfinished must be writable")
-    if small_disk.is_mount():
-        assert "No space left on device" in line and "with 0.0 MiB of 4.0 MiB free" in line
-        assert "trainer-0 | ERROR: this log ends here" in stall.output
-    else:
-        assert "File too large" in line
 
 
 def test_nothing_is_left(stalls):

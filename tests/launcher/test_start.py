@@ -7,9 +7,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from arealite.cli.check.findings import Findings
+from arealite.cli.check.script import check_declared
 from arealite.launcher import local
 from arealite.launcher.start import launched
 
@@ -99,16 +102,12 @@ def by_hand(script: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=script.parent, env=env, capture_output=True, text=True, timeout=600, check=False)
 
 
-def test_a_script_starts_its_launcher_and_works_there(script: Path) -> None:
-    run = by_hand(script, "trial_name=t")
-    assert run.returncode == 0, run.stdout + run.stderr
+def test_a_script_starts_its_launcher_works_there_and_ends_by_its_status(script: Path) -> None:
+    run = by_hand(script, "trial_name=t", "seed=7")
+    assert run.returncode == 7, run.stdout + run.stderr
     config = script.parent / "configs" / "sync-sft.yaml"
     assert (script.parent / "message").read_text() == f"0 of 1: t local by {config}"
     assert (script.parent / "e" / "t" / "logs" / "trainer-0.log").is_file()
-
-
-def test_the_status_of_the_run_is_that_of_the_script(script: Path) -> None:
-    assert by_hand(script, "trial_name=t", "seed=7").returncode == 7
 
 
 def refuse(argv: list[str]) -> None:
@@ -184,24 +183,16 @@ def test_what_is_refused(script: Path, capsys: pytest.CaptureFixture[str]) -> No
     )
 
 
-def test_the_yaml_of_the_originals_core_is_planned(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_yaml_of_the_originals_core_is_planned(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """That of a placement group per call, with the command line that goes with it, and the size of a batch."""
     config = script.parent / "configs" / "documented.yaml"
     config.write_text(DOCUMENTED)
     given = ["experiment_name=my_experiment", "trial_name=my_trial", "actor.path=Qwen/Qwen3-1.7B", "cluster.n_nodes=4"]
-    words = [f"--config={config}", *given, "dataset.path=path/to/dataset", "dataset.train_bs_n_seqs=128", "--dry-run"]
-    assert launched(str(REPOSITORY / "training" / "main_sync_ppo.py"), refuse, words) == 0, capfd.readouterr().err
-    message = capfd.readouterr().out
-    lines = re.sub(r"\n {6}", " ", re.sub(r"actor: .*\n", "", message)).splitlines()
-    keys = "input_ids, attention_mask, pixel_values?, image_grid_thw?, kept_ids?, kept_counts?, loss_mask, logprobs, "
-    keys += "versions, rewards, no_eos?, group_index, sample_index?, turn_rewards?"
+    words = [f"--config={config}", *given, "dataset.path=path/to/dataset", "dataset.train_bs_n_seqs=128"]
+    program = REPOSITORY / "training" / "main_sync_ppo.py"
+    assert launched(str(program), refuse, [*words, "--dry-run", "launcher.preflight=false"]) == 0
+    lines = re.sub(r"actor: .*\n", "", capsys.readouterr().out).splitlines()
     assert lines[: lines.index("server-0 runs")] == [
-        "calls of a step",
-        f"  actor_gen (rollout): -> {keys}",
-        "  critic_inf (critic): input_ids, attention_mask -> values",
-        f"  advantages (actor): {keys}, values -> advantages, whole_logprobs?, returns, returns_mask",
-        f"  actor_train (actor): {keys}, values, advantages, whole_logprobs? -> weights",
-        "  critic_train (critic): input_ids, attention_mask, group_index, values, returns, returns_mask -> weights",
         "my_experiment/my_trial: sglang.d2p1t1+d8p1t1 on 4 nodes, 8 GPUs each (Ray)",
         f"run folder: {script.parent}/runs/my_experiment/my_trial",
         "node 0",
@@ -211,4 +202,15 @@ def test_the_yaml_of_the_originals_core_is_planned(script: Path, capfd: pytest.C
         "workers of trainer-0, on nodes that Ray chooses",
         "  actor-{0-7}    8 GPUs, 4 threads each, STRICT_PACK, for actor, critic  log actor-{0-7}.log",
         "22 of 32 GPUs stay idle",
+    ]
+    declared: Any = check_declared(Findings(), words, program)
+    keys = "input_ids, attention_mask, pixel_values?, image_grid_thw?, kept_ids?, kept_counts?, loss_mask, logprobs, "
+    keys += "versions, rewards, no_eos?, group_index, sample_index?, turn_rewards?"
+    assert re.sub(r"\n {6}", " ", str(declared.graph)).splitlines() == [
+        "calls of a step",
+        f"  actor_gen (rollout): -> {keys}",
+        "  critic_inf (critic): input_ids, attention_mask -> values",
+        f"  advantages (actor): {keys}, values -> advantages, whole_logprobs?, returns, returns_mask",
+        f"  actor_train (actor): {keys}, values, advantages, whole_logprobs? -> weights",
+        "  critic_train (critic): input_ids, attention_mask, group_index, values, returns, returns_mask -> weights",
     ]

@@ -110,11 +110,6 @@ async def running(slot: Slot) -> tuple[asyncio.Task[int], list[int]]:
     return task, json.loads(heard.text)
 
 
-def worker_of(pids: list[int]) -> psutil.Process:
-    """Return the actor's process: job, guard, relay, actor."""
-    return psutil.Process(pids[0]).parents()[2]
-
-
 async def noted_pids(path: Path) -> list[int]:
     async with asyncio.timeout(120):
         while not (lines := path.read_text().splitlines()) or not lines[-1].startswith("["):
@@ -190,19 +185,6 @@ async def test_a_job_on_a_lost_node_ends_and_gets_another_node(cluster: RayClust
         await other.close()
     cluster.kill(slot.node)
     cluster.add(slot.node)
-
-
-async def test_a_silent_node_is_lost_and_ends_its_job_by_itself(cluster: RayCluster) -> None:
-    async with place() as opened:
-        (slot,) = await opened.take([SERVER])
-        task, pids = await running(slot)
-        actor = worker_of(pids)
-        actor.suspend()
-        with pytest.raises(NodeLostError, match=f"job on {slot.node}.*sign of life every {NODE_TIMEOUT_S:g} s"):
-            await task
-        actor.resume()
-        await slot.close()
-        assert await gone(pids)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

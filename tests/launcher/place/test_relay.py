@@ -80,10 +80,11 @@ def job(code: str, **env: str) -> Job:
     return Job("job", [sys.executable, "-uc", textwrap.dedent(code)], env)
 
 
-async def test_a_job_tells_its_output_and_status(tmp_path):
-    async with Node.start() as node:
+async def test_a_job_tells_its_output_and_status(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7")
+    async with Node.start(DEADLINE_S, "--devices", "0,2") as node:
         heard = Heard()
-        assert node.slot.address == "127.0.0.1" and node.slot.port > 0
+        assert (node.slot.address, node.slot.gpus) == ("127.0.0.1", ["3", "7"]) and node.slot.port > 0
         task = job(
             "import os, sys; print(os.environ['A'], os.getcwd()); sys.stderr.write('x' * 100_000); sys.exit(7)", A="b"
         )
@@ -120,7 +121,9 @@ STUBBORN = """
 """
 
 
-@pytest.mark.parametrize("how", ["kill", "launcher is gone", "relay is killed", "guard is killed"])
+@pytest.mark.parametrize(
+    "how", ["kill", "launcher is gone", "launcher is gone amid a line", "relay is killed", "guard is killed"]
+)
 async def test_nothing_outlives_a_job(how):
     async with Node.start() as node:
         heard = Heard()
@@ -130,8 +133,9 @@ async def test_nothing_outlives_a_job(how):
         assert len(tree) == 3, "the guard, the job and its child"
         if how == "kill":
             node.slot.kill()
-        elif how == "launcher is gone":
+        elif how.startswith("launcher is gone"):
             assert node.process.stdin is not None
+            node.process.stdin.write(b'{"do": "ter' if how.endswith("amid a line") else b"")
             node.process.stdin.close()
         elif how == "relay is killed":
             node.process.kill()
@@ -182,17 +186,3 @@ async def test_a_leash_ends_a_job_whose_launcher_says_nothing():
                 await asyncio.sleep(0.02)
         run.cancel()  # its output is not read from now on
         assert await asyncio.to_thread(wait_gone, [node.process.pid, *tree], DEADLINE_S) == set()
-
-
-async def test_a_line_that_was_cut_off_ends_the_job():
-    async with Node.start() as node:
-        heard = Heard()
-        run = asyncio.create_task(node.slot.run(job(STUBBORN), heard))
-        await heard.wait_for("up")
-        tree = descendants(node.process.pid)
-        assert node.process.stdin is not None
-        node.process.stdin.write(b'{"do": "ter')
-        node.process.stdin.close()
-        await asyncio.wait([run], timeout=DEADLINE_S)
-        assert await asyncio.to_thread(wait_gone, tree, DEADLINE_S) == set()
-        await asyncio.gather(run, return_exceptions=True)

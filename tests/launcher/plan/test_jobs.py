@@ -241,11 +241,6 @@ def test_chosen_gpus_are_kept(load, nvidia_smi, monkeypatch):
     assert [slot.gpus for slot in slots] == [["6"], ["3"]]
 
 
-def test_servers_of_others(load, monkeypatch):
-    config = load("allocation_mode=sglang.d2+d1", "actor.path=tiny", "rollout.server_addrs=[h:1,h:2]")
-    assert [one.name for one in plan_of(config).placements] == ["trainer-0"]
-
-
 def test_a_server_in_the_trainers_process(load, monkeypatch):
     """It is no job; with one device it gets that of the trainer, and on the CPU it has threads of its own."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
@@ -298,12 +293,6 @@ def test_servers_that_sleep_on_a_cpu_save_no_memory(load, server_python, name):
     (other,) = server_jobs(load(f"allocation_mode={name}.d1+d1", *words))
     assert "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION" not in other.env
     assert load(f"allocation_mode={name}.d1+d1", *words).rollout.weight_update == "broadcast"
-
-
-@pytest.mark.parametrize("mode, servers, ranks", [("d3", 0, 3), ("lite.d2", 2, 0), ("lite.d2+eval", 2, 1)])
-def test_one_sided_allocations(load, mode, servers, ranks):
-    plan = plan_of(load(f"allocation_mode={mode}", f"{'model' if mode == 'd3' else 'actor'}.path=tiny"))
-    assert (len(plan.servers), len(plan.trainers)) == (servers, ranks)
 
 
 @pytest.mark.parametrize(

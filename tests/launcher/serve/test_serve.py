@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import signal
@@ -11,8 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -22,9 +19,9 @@ from typing import Any
 
 import pytest
 from aiohttp import ClientTimeout
+from harness.wire import ask
 from testing_ports import held_port
 from testing_registry import RunningRegistry
-from tiny_models import build, config, tokenizer
 
 from arealite.inference.registry import ServerEntry
 from arealite.launcher.serve import serve as module
@@ -128,58 +125,8 @@ def stock(*behaviours: str) -> list[str]:
 
 
 def post(address: str, endpoint: str, body: object, *, secret: str | None = SECRET) -> tuple[int, dict[str, Any]]:
-    headers = {"Content-Type": "application/json"} | authorization(secret)
-    request = urllib.request.Request(f"http://{address}{endpoint}", json.dumps(body).encode(), headers)
-    try:
-        with urllib.request.urlopen(request, timeout=DEADLINE_S) as reply:
-            return reply.status, json.load(reply)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
-
-
-def get(address: str, endpoint: str) -> dict[str, Any]:
-    request = urllib.request.Request(f"http://{address}{endpoint}", headers=authorization(SECRET))
-    with urllib.request.urlopen(request, timeout=DEADLINE_S) as reply:
-        answer: dict[str, Any] = json.load(reply)
-    return answer
-
-
-@pytest.fixture(scope="module")
-def long_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("long")
-    build(config(max_position_embeddings=8192), seed=0).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    return str(folder)
-
-
-def test_sigterm_hands_back_exactly_the_tokens_so_far(serve: Callable[..., Serve], long_model: str) -> None:
-    command = [sys.executable, "-m", "arealite.server", "--model-path", long_model, "--context", "8192"]
-    one = serve(backend="lite", command=[*command, "--deterministic"])
-    ready = one.wait_for_entry(lambda entry: entry is not None)
-    address = one.ready()
-    assert ready is not None and (ready.address, ready.backend) == (address, "lite")
-    assert post(address, "/server_info", {}, secret=None)[0] == 401
-
-    def sample(prompt: list[int], tokens: int) -> tuple[list[int], str]:
-        params = {"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
-        status, reply = post(address, "/generate", {"input_ids": prompt, "sampling_params": params})
-        assert status == 200, reply
-        return reply["output_ids"], reply["meta_info"]["finish_reason"]["type"]
-
-    prompts = [[5, 6, 2], [5, 6, 3]]
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        undisturbed = [tokens for tokens, _ in pool.map(lambda prompt: sample(prompt, 400), prompts)]
-        replies = [pool.submit(sample, prompt, 8000) for prompt in prompts]
-        while get(address, "/server_info")["generated_tokens"] < 450 * len(prompts):
-            assert not any(reply.done() for reply in replies)
-            time.sleep(0.02)
-        took_s = one.terminate()
-    for whole, reply in zip(undisturbed, replies, strict=True):
-        tokens, finish = reply.result()
-        shorter = min(len(tokens), len(whole))
-        assert finish == "abort" and shorter >= 40
-        assert tokens[:shorter] == whole[:shorter]
-    assert one.entry is None and took_s < 60
+    answer = ask(address, "POST", endpoint, body, timeout_s=DEADLINE_S, secret=secret)
+    return answer.status, answer.body
 
 
 @pytest.mark.parametrize("backend", ["sglang", "vllm"])
@@ -323,22 +270,25 @@ def test_a_server_may_start_before_the_registry_of_its_run(serve: Callable[..., 
     one.wait_for_entry(lambda entry: entry is not None)
 
 
-def test_refusals_come_before_the_server_starts(serve: Callable[..., Serve], outside: str) -> None:
+def test_refusals_come_before_the_server_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], outside: str
+) -> None:
+    monkeypatch.setattr(module.processes, "adopt_orphans", lambda: None)
+    monkeypatch.setenv(REGISTRY_VARIABLE, f"{LOOPBACK}:1")
     with hold_port() as taken:
         taken.listen()
-        flags = {
-            "must have a secret: got --host": (serve("--host", outside, AREALITE_SECRET="")),
-            "AREALITE_SECRET must be the secret of the run: got nothing": serve(AREALITE_SECRET=""),
-            f"must be a free address of this node: got {LOOPBACK}:{port_of(taken)}": serve(
-                "--port", str(port_of(taken))
-            ),
-            "must be a free address of this node: got 203.0.113.1:0": serve("--host", "203.0.113.1"),
-            "--host must be one address": serve("--host", "0.0.0.0"),
-        }
-        for message, one in flags.items():
-            assert one.end() == REFUSED, one.lines
-            assert one.lines[0].startswith("arealite.api.errors.ConfigError: "), one.lines
-            assert len(one.lines) == 1 and message in one.lines[0]
+        port = str(port_of(taken))
+        for secret, flags, message in (
+            ("", ["--host", outside], "must have a secret: got --host"),
+            ("", [], "AREALITE_SECRET must be the secret of the run: got nothing"),
+            (SECRET, ["--port", port], f"must be a free address of this node: got {LOOPBACK}:{port}"),
+            (SECRET, ["--host", "203.0.113.1"], "must be a free address of this node: got 203.0.113.1:0"),
+            (SECRET, ["--host", "0.0.0.0"], "--host must be one address"),
+        ):
+            monkeypatch.setenv("AREALITE_SECRET", secret)
+            assert module.main(["--backend", "sglang", "--name", "server-0", *flags, "--", "false"]) == REFUSED
+            (line,) = capsys.readouterr().err.splitlines()
+            assert line.startswith("arealite.api.errors.ConfigError: ") and message in line
 
 
 def test_without_a_run_it_only_serves() -> None:

@@ -5,25 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
-import tempfile
-import time
-import urllib.error
-import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from servers.programs import Name, program
+from harness.wire import ask
+from servers.programs import Name, program, served
 from testing_quickstart import make_tiny_model
 
 from arealite.launcher.serve.wrapper import Message, RequireSecret
-from arealite.utils.network import LOOPBACK, hold_port, port_of
-from arealite.utils.processes import descendants, kill_tree
+from arealite.utils.processes import descendants
 from arealite.utils.secret import SECRET_VARIABLE, authorization
 
 SECRET = "0123456789abcdef-the-secret"
-READY_S = 300.0
 PYTHONS = {name: os.environ.get(f"AREALITE_{name.upper()}_PYTHON", "") for name in get_args(Name)}
 
 
@@ -88,49 +83,22 @@ def test_without_a_secret_everything_passes(guarded: RequireSecret, monkeypatch:
     assert answer(app, {"type": "http", "method": "POST"}) == [{"passed": "http"}]
 
 
-def status_of(address: str, method: str, path: str, secret: str = "") -> tuple[int, bytes]:
-    request = urllib.request.Request(f"http://{address}{path}", method=method, headers=authorization(secret))
-    try:
-        with urllib.request.urlopen(request, timeout=60) as reply:
-            return reply.status, reply.read()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read()
-
-
 @pytest.mark.parametrize("name", ["sglang", "vllm"])
 def test_every_endpoint_of_a_real_server_but_health_wants_the_secret(name: Name, tmp_path: Path) -> None:
     if not PYTHONS[name]:
         pytest.skip(f"AREALITE_{name.upper()}_PYTHON names no interpreter with {name} installed")
     model = make_tiny_model(tmp_path / "model", hidden=64, layers=1, max_position=1024, tie=False)
     real, log = program(name, PYTHONS[name]), tmp_path / "log.txt"
-    with hold_port() as holder, log.open("wb") as output, tempfile.TemporaryDirectory() as temporary:
-        address = f"{LOOPBACK}:{port_of(holder)}"
-        command = real.command(real.model_flag, str(model), "--host", LOOPBACK, "--port", str(port_of(holder)))
-        env = real.environment | {SECRET_VARIABLE: SECRET, "TMPDIR": temporary}
-        server = subprocess.Popen(command, env=env, stdout=output, stderr=output, cwd="/")
-        try:
-            deadline = time.monotonic() + READY_S
-            while True:
-                try:
-                    if status_of(address, "GET", "/health")[0] == 200:
-                        break
-                except OSError:
-                    pass
-                assert server.poll() is None and time.monotonic() < deadline, log.read_text()[-5000:]
-                time.sleep(0.2)
-            for pid in [server.pid, *descendants(server.pid)]:
-                assert SECRET not in Path(f"/proc/{pid}/cmdline").read_text(), "a command line is seen by everybody"
-            schema = json.loads(status_of(address, "GET", "/openapi.json", SECRET)[1])
-            known = [(method.upper(), path) for path, methods in schema["paths"].items() for method in methods]
-            more = ["/metrics", "/metrics/", "/ready", "/docs", "/openapi.json", "/nothing", "/health_generate"]
-            assert len(known) > 20
-            for method, path in [*known, *(("GET", path) for path in more), ("OPTIONS", "/generate"), ("HEAD", "/")]:
-                for shows in ("", "other"):
-                    status = status_of(address, method, path, shows)[0]
-                    expected = 200 if (method, path) == ("GET", "/health") else 401
-                    assert status == expected, (method, path)
-            assert status_of(address, "GET", "/v1/models", SECRET)[0] == 200
-            assert SECRET not in log.read_text()
-        finally:
-            kill_tree(server.pid)
-            server.wait()
+    with served(replace(real, env=real.env | {SECRET_VARIABLE: SECRET}), model, log) as address:
+        for pid in descendants(os.getpid()):
+            assert SECRET not in Path(f"/proc/{pid}/cmdline").read_text(), "a command line is seen by everybody"
+        schema = ask(address, "GET", "/openapi.json", secret=SECRET).body
+        known = [(method.upper(), path) for path, methods in schema["paths"].items() for method in methods]
+        more = ["/metrics", "/metrics/", "/ready", "/docs", "/openapi.json", "/nothing", "/health_generate"]
+        assert len(known) > 20
+        for method, path in [*known, *(("GET", path) for path in more), ("OPTIONS", "/generate"), ("HEAD", "/")]:
+            for shows in (None, "other"):
+                expected = 200 if (method, path) == ("GET", "/health") else 401
+                assert ask(address, method, path, secret=shows).status == expected, (method, path)
+        assert ask(address, "GET", "/v1/models", secret=SECRET).status == 200
+    assert SECRET not in log.read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -14,15 +15,16 @@ from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError
 from arealite.launcher.place.local import LocalPlace
-from arealite.launcher.plan.plan import Plan, Run, make_plan
+from arealite.launcher.plan.plan import Plan, Run, checked_plan, make_plan
 from arealite.launcher.supervise.run import launch
+from arealite.utils.files import file_lock
 
 CONFIG = Path(__file__).parents[3] / "examples" / "arealite" / "configs" / "gsm8k_sft.yaml"
 
 
-def run_in(folder: Path) -> Run:
-    overrides = [f"cluster.fileroot={folder}", "cluster.n_gpus_per_node=0", "allocation_mode=d1"]
-    config = load_run_config(["--config", str(CONFIG), *overrides, "recover.mode=auto", "recover.freq_steps=1"])
+def run_in(folder: Path, *more: str) -> Run:
+    overrides = [f"cluster.fileroot={folder}", "cluster.n_gpus_per_node=0", "allocation_mode=d1", "recover.mode=auto"]
+    config = load_run_config(["--config", str(CONFIG), *overrides, "recover.freq_steps=1", *more])
     return Run(config, make_plan(config), folder / "entry.py", [])
 
 
@@ -49,6 +51,30 @@ def test_a_signal_while_the_nodes_are_asked_ends_the_run(tmp_path: Path, answer:
     place = AskedPlace(answer)
     assert launch(run_in(tmp_path), place, is_checked=True) == 143
     assert place.num_opened == 1
+
+
+def test_a_resume_without_a_checkpoint_starts_nothing(tmp_path: Path) -> None:
+    run = run_in(tmp_path, "recover.mode=resume")
+    with pytest.raises(ConfigError, match=r"must hold a checkpoint for recover.mode=resume: got none"):
+        launch(run, LocalPlace(), is_checked=True)
+    assert not run.folder.path.exists()
+
+
+def test_a_run_can_not_start_from_a_model_that_it_would_move_aside(tmp_path: Path) -> None:
+    model = run_in(tmp_path).folder.path / "checkpoints" / "step_3"
+    model.mkdir(parents=True)
+    with pytest.raises(ConfigError, match=rf"model.path must lie outside of the folder of the run: got {model}"):
+        checked_plan(run_in(tmp_path, f"model.path={model}").config)
+
+
+def test_what_a_trainer_started_by_hand_has_written_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arealite.launcher.supervise.run._LOCK_TIMEOUT_S", 0.1)
+    run = run_in(tmp_path)
+    with file_lock(run.folder.trainer_lock, timeout_s=1.0):
+        run.folder.metrics.write_text("{}\n")
+        with pytest.raises(ConfigError, match=f"must belong to one run at a time: got process {os.getpid()} on"):
+            launch(run, LocalPlace(), is_checked=True)
+    assert run.folder.metrics.exists()
 
 
 @pytest.mark.parametrize(

@@ -88,12 +88,6 @@ def test_only_warnings_and_their_indented_lines(tmp_path):
     ]
 
 
-def test_split_characters_and_foreground(tmp_path):
-    euro = "1 €\n".encode()
-    console, log = output_of(tmp_path, [euro[:3], euro[3:]], has_prefix=False)
-    assert console == log == "1 €\n"
-
-
 def test_a_line_without_an_end_reaches_the_log_while_it_grows(tmp_path):
     """So that a process that never ends a line can't fill our memory."""
     console = Console(io.StringIO())
