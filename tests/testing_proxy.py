@@ -113,6 +113,13 @@ async def proxied(model: ScriptedModel, **config: Any) -> AsyncIterator[tuple[Pr
         tokenizing.shutdown()
 
 
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for something that must come true."""
+    async with asyncio.timeout(120):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
 def ids_equal(session: Session, model: ScriptedModel) -> bool:
     """Tell whether the turns of a run have exactly the ids that the model was given and sampled, in any order."""
     sampled = [(one.input_tokens, one.output_tokens) for one in model.responses]

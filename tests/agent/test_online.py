@@ -6,7 +6,7 @@ import random
 import aiohttp
 import pytest
 import torch
-from testing_proxy import ScriptedModel, chatml_tokenizer
+from testing_proxy import ScriptedModel, until
 from testing_workflows import IdleEngine
 
 from arealite.agent.online import OnlineSessions
@@ -28,11 +28,6 @@ class Sampler(IdleEngine):
         response = await self.model.agenerate(req)
         response.output_versions = [version] * response.output_len
         return response
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return chatml_tokenizer(tmp_path_factory.mktemp("chatml"))
 
 
 class Service:
@@ -110,12 +105,6 @@ async def serve(tokenizer, tmp_path):
         yield make
         for service in made:
             await service.close()
-
-
-async def until(condition):
-    async with asyncio.timeout(120):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_a_flood_is_refused_at_the_door_and_the_bound_holds(serve) -> None:

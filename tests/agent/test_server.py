@@ -7,10 +7,10 @@ import anthropic
 import httpx2
 import openai
 import pytest
-from testing_proxy import ScriptedModel, chatml_tokenizer, ids_equal, proxied
+from testing_proxy import ScriptedModel, ids_equal, proxied, until
 
 from arealite.agent.server import Proxy
-from arealite.api.errors import ContextOverflowError, ServerError
+from arealite.api.errors import ContextOverflowError
 
 pytestmark = pytest.mark.xdist_group("agent_packages")
 ASKED = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
@@ -18,20 +18,9 @@ READ_S = 2.0
 """Read timeout of impatient clients."""
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return chatml_tokenizer(tmp_path_factory.mktemp("chatml"))
-
-
 @pytest.fixture
 def model(tokenizer):
     return ScriptedModel(lambda prompt: "Hello!", tokenizer)
-
-
-async def until(condition):
-    async with asyncio.timeout(120):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def openai_client(proxy, key, **options):
@@ -62,7 +51,7 @@ async def test_heartbeats_keep_both_packages_waiting(model, is_streamed) -> None
 
             answers = asyncio.gather(chat(), message())
             await until(lambda: model.num_running == 2)
-            await asyncio.sleep(2 * READ_S)
+            await asyncio.sleep(1.25 * READ_S)
             model.may_answer.set()
             assert await answers == ["Hello!", "Hello!"]
     assert len(model.responses) == 2 and session.counts["retries"] == 0
@@ -72,10 +61,10 @@ async def test_heartbeats_keep_both_packages_waiting(model, is_streamed) -> None
 async def test_a_client_that_comes_back_gets_the_answer_that_it_left(model, is_streamed) -> None:
     model.may_answer = asyncio.Event()
     async with proxied(model) as (proxy, session):
-        timeout = httpx2.Timeout(30, read=READ_S)
-        async with openai_client(proxy, session.key, timeout=timeout, max_retries=9) as client:
+        timeout = httpx2.Timeout(30, read=READ_S / 4)
+        async with openai_client(proxy, session.key, timeout=timeout, max_retries=20) as client:
             answer = asyncio.create_task(client.chat.completions.create(**ASKED, stream=is_streamed))
-            await until(lambda: session.counts["retries"] == 2)
+            await until(lambda: session.counts["retries"] >= 2)
             model.may_answer.set()
             got = await answer
             if is_streamed:
@@ -207,13 +196,6 @@ async def test_limits_end_a_run_with_a_reason(model) -> None:
             await client.chat.completions.create(**ASKED, stream=True)
 
 
-async def test_a_wrong_option_of_a_stream_is_refused_before_anything_is_sampled(model) -> None:
-    async with proxied(model) as (proxy, session), openai_client(proxy, session.key) as client:
-        with pytest.raises(openai.BadRequestError, match="stream_options must be of type dict"):
-            await client.chat.completions.create(**ASKED, stream=True, stream_options="usage")
-    assert not model.responses and not session.run.turns
-
-
 async def test_the_tokens_of_a_run_are_limited(model) -> None:
     async with proxied(model, max_sampled_tokens=9) as (proxy, session), openai_client(proxy, session.key) as client:
         lengths = [(await client.chat.completions.create(**ASKED)).usage.completion_tokens for _ in range(2)]
@@ -253,23 +235,6 @@ async def test_an_error_after_heartbeats_reaches_the_client(model, is_streamed) 
         with pytest.raises(openai.APIError, match="prompt is too long"):
             await answer
     assert not model.responses
-
-
-async def test_an_engine_that_fails_ends_the_run_with_its_error(model) -> None:
-    model.errors = [ServerError("no server is left")]
-    async with proxied(model) as (proxy, session), openai_client(proxy, session.key) as client:
-        with pytest.raises(openai.BadRequestError, match="its episode failed") as refusal:
-            await client.chat.completions.create(**ASKED)
-        assert refusal.value.code == "run_failed"
-        with pytest.raises(ServerError, match="no server is left"):
-            await session.failure
-
-
-async def test_an_untrained_key_samples_context_only(model) -> None:
-    async with proxied(model) as (proxy, session), openai_client(proxy, session.key) as client:
-        await client.with_options(api_key=session.untrained_key).chat.completions.create(**ASKED)
-        await client.chat.completions.create(**ASKED)
-    assert [turn.is_trained for turn in session.run.turns] == [False, True]
 
 
 async def test_requests_run_in_the_context_and_loop_of_the_episode(model) -> None:

@@ -7,7 +7,7 @@ import anthropic
 import httpx2
 import openai
 import pytest
-from testing_proxy import ScriptedModel, chatml_tokenizer, ids_equal, proxied, tool_call
+from testing_proxy import ScriptedModel, ids_equal, proxied, tool_call
 
 pytestmark = pytest.mark.xdist_group("agent_packages")
 
@@ -16,13 +16,9 @@ WEATHER = {
     "description": "Look up the weather.",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
+ASKED = {"messages": [{"role": "user", "content": "a"}]}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
 CALL = tool_call("weather", '{"city":"Oslo"}')
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return chatml_tokenizer(tmp_path_factory.mktemp("chatml"))
 
 
 def weather_agent(prompt: str) -> str:
@@ -256,6 +252,7 @@ async def test_arguments_that_are_no_json_stay_text(model) -> None:
         ("chat/completions", {"messages": [{"role": "user"}], "stop": [1]}, "stop must be texts of at least one"),
         ("chat/completions", {"messages": [{"role": "user"}], "stop": {"a": 1}}, "stop must be texts of at least one"),
         ("chat/completions", {"messages": [{"role": "user"}], "n": 2}, "n must be 1: got 2"),
+        ("chat/completions", {**ASKED, "stream": True, "stream_options": "usage"}, "stream_options must be of type"),
         ("chat/completions", {"messages": [{"role": "user"}], "logprobs": True}, "logprobs must be left out"),
         ("chat/completions", {"messages": [{"role": "user", "content": {"type": "text"}}]}, "content must be a text"),
         ("chat/completions", {"messages": [{"role": "user", "content": [IMAGE]}]}, "got a part of type 'image_url'"),

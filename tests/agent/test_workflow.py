@@ -8,7 +8,7 @@ from pathlib import Path
 import openai
 import process_agents
 import pytest
-from testing_proxy import ScriptedModel, chatml_tokenizer, tool_call
+from testing_proxy import ScriptedModel, tool_call, until
 
 from arealite.agent.workflow import AgentWorkflow
 from arealite.api.cli_args import AgentConfig, GenerationHyperparameters
@@ -19,11 +19,6 @@ from arealite.utils.processes import is_alive, wait_gone
 
 pytestmark = pytest.mark.xdist_group("agent_packages")
 ROW = {"question": "Hi", "prompt_id": PromptId(0, 1)}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return chatml_tokenizer(tmp_path_factory.mktemp("chatml"))
 
 
 @pytest.fixture
@@ -112,14 +107,6 @@ async def test_rewards_of_turns(model, workflow_of) -> None:
     assert ends == [model.tokenizer.eos_token_id] * 2
 
 
-async def test_an_agent_may_reject_its_group(model, workflow_of) -> None:
-    async def agent(data, base_url, api_key):
-        async with client_of(base_url, api_key) as client:
-            await say(client, "Hi")
-
-    assert await workflow_of(agent, n=2).arun_episode(model, ROW) is None
-
-
 @pytest.mark.parametrize(
     "reward",
     ["good", float("nan"), pytest.param(10**400, id="too large"), {"chatcmpl-other": 1.0}, {"x": "y"}, object()],
@@ -131,14 +118,6 @@ async def test_what_is_no_reward_fails_the_episode(model, workflow_of, reward) -
         return reward
 
     with pytest.raises(AgentError, match=r"must return a finite number|must be for responses of the run"):
-        await workflow_of(agent).arun_episode(model, ROW)
-
-
-async def test_an_agent_that_never_asks_fails(model, workflow_of) -> None:
-    async def agent(data):
-        return 1.0
-
-    with pytest.raises(AgentError, match="must ask the model"):
         await workflow_of(agent).arun_episode(model, ROW)
 
 
@@ -248,18 +227,14 @@ async def test_a_cancelled_episode_ends_its_agents(model, workflow_of) -> None:
 
     model.may_answer = asyncio.Event()
     episode = asyncio.create_task(workflow_of(agent, n=2).arun_episode(model, ROW))
-    async with asyncio.timeout(120):
-        while model.num_running < 2:
-            await asyncio.sleep(0.005)
-        episode.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await episode
-        while len(ended) < 2 or model.num_cancelled < 2:
-            await asyncio.sleep(0.005)
+    await until(lambda: model.num_running == 2)
+    episode.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await episode
+    await until(lambda: len(ended) == model.num_cancelled == 2)
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
-async def test_openai_agents_on_responses(tokenizer, workflow_of, is_streamed) -> None:
+async def test_openai_agents_on_responses(tokenizer, workflow_of) -> None:
     from agents import Agent, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
 
     set_tracing_disabled(True)
@@ -272,12 +247,9 @@ async def test_openai_agents_on_responses(tokenizer, workflow_of, is_streamed) -
     async def agent(data, base_url, api_key, http_client):
         responses = OpenAIResponsesModel("m", client_of(base_url, api_key, http_client))
         forecaster = Agent(name="Forecaster", instructions="Be brief.", model=responses, tools=[weather])
-        if is_streamed:
-            result = Runner.run_streamed(forecaster, data["question"])
-            async for _ in result.stream_events():
-                pass
-        else:
-            result = await Runner.run(forecaster, data["question"])
+        result = Runner.run_streamed(forecaster, data["question"])
+        async for _ in result.stream_events():
+            pass
         return float(result.final_output == "Take an umbrella.")
 
     def answer(prompt):
@@ -345,9 +317,7 @@ async def test_processes_of_a_cancelled_episode_are_killed(model, workflow_of, t
     shell = f"sleep 1000 & echo $$ $! > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pids; sleep 1000"
     workflow = workflow_of(process_agents.hanging if kind == "function" else shell)
     episode = asyncio.create_task(workflow.arun_episode(model, row))
-    async with asyncio.timeout(120):
-        while not (tmp_path / "pids").exists():
-            await asyncio.sleep(0.01)
+    await until((tmp_path / "pids").exists)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert all(map(is_alive, pids)) and os.getpid() not in pids
     episode.cancel()
