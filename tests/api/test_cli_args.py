@@ -54,124 +54,7 @@ actor:
   eps_clip: 0.2
 """
 
-ORIGINAL = """
-experiment_name: gsm8k-grpo
-trial_name: trial0
-allocation_mode: sglang.d12p1t1+d4p1t1
-cluster:
-  name_resolve: {type: nfs, nfs_record_root: /tmp/names}
-  cluster_name: local
-  fileroot: /tmp/experiments
-  n_nodes: 2
-  n_gpus_per_node: 8
-seed: 1
-total_train_epochs: 10
-total_train_steps: null
-total_train_n_seqs: null
-tokenizer_path: ${actor.path}
-async_training: true
-rollout:
-  experiment_name: ${experiment_name}
-  trial_name: ${trial_name}
-  max_concurrent_rollouts: 256
-  queue_size: null
-  consumer_batch_size: ${train_dataset.batch_size}
-  max_head_offpolicyness: 4
-  enable_rollout_tracing: false
-  schedule_policy: round_robin
-  setup_timeout: 120
-  request_timeout: 3600
-  request_retries: 3
-gconfig: {n_samples: 4, min_new_tokens: 0, max_new_tokens: 1024, greedy: false, temperature: 1.0, top_p: 1.0}
-actor: &engine
-  experiment_name: ${experiment_name}
-  trial_name: ${trial_name}
-  path: Qwen/Qwen2-1.5B-Instruct
-  attn_impl: flash_attention_2
-  init_from_scratch: false
-  init_critic_from_actor: false
-  disable_dropout: true
-  gradient_checkpointing: true
-  dtype: bfloat16
-  grad_reduce_dtype: float32
-  mb_spec: {n_mbs: 1, max_tokens_per_mb: 10240}
-  backend: fsdp
-  fsdp: {wrap_policy: {transformer_layer_cls_to_wrap: null}, offload_params: false}
-  ds_auto_tp: {autotp_size: 1}
-  optimizer:
-    type: adam
-    lr: 1e-5
-    weight_decay: 0.01
-    beta1: 0.9
-    beta2: 0.999
-    eps: 1e-8
-    min_lr_ratio: 0.0
-    lr_scheduler_type: constant
-    warmup_steps_proportion: 0.001
-    offload: false
-    initial_loss_scale: 4294967296
-    min_loss_scale: 1.0
-    loss_scale_window: 5
-    hysteresis: 2
-    gradient_clipping: 1.0
-  group_size: ${gconfig.n_samples}
-  group_adv_norm: false
-  ppo_n_minibatches: 1
-  eps_clip: 0.4
-  c_clip: null
-  temperature: ${gconfig.temperature}
-  group_reward_norm: false
-  reward_scaling: 10.0
-  reward_bias: -0.5
-  reward_clip: 20.0
-  mask_no_eos_with_zero: false
-  discount: 1.0
-  gae_lambda: 1.0
-  adv_norm: true
-  kl_ctl: 0.0
-  recompute_logprob: true
-  use_decoupled_loss: true
-  behav_imp_weight_cap: 5.0
-ref:
-  experiment_name: ${experiment_name}
-  trial_name: ${trial_name}
-  path: ${actor.path}
-  init_from_scratch: false
-  dtype: ${actor.dtype}
-  mb_spec: {max_tokens_per_mb: 1060}
-  optimizer: null
-  backend: fsdp
-server_only: false
-sglang: {model_path: "${actor.path}", random_seed: "${seed}", dtype: "${actor.dtype}", schedule_policy: lpm}
-train_dataset:
-  {path: openai/gsm8k, type: rl, batch_size: 256, shuffle: true, pin_memory: true, num_workers: 4, drop_last: true}
-valid_dataset: {path: openai/gsm8k, type: rl, batch_size: 256, shuffle: true, pin_memory: true, reward_fn: gsm8k}
-saver: &timer
-  experiment_name: ${experiment_name}
-  trial_name: ${trial_name}
-  fileroot: ${cluster.fileroot}
-  freq_epochs: 1
-  freq_steps: null
-  freq_secs: null
-checkpointer: *timer
-evaluator: *timer
-recover: {mode: disabled, retries: 3, freq_secs: 3600}
-stats_logger:
-  experiment_name: ${experiment_name}
-  trial_name: ${trial_name}
-  fileroot: ${cluster.fileroot}
-  wandb: {mode: disabled, entity: null, project: null, tags: null}
-  swanlab: {mode: disabled, project: null, logdir: null, api_key: null}
-  tensorboard: {path: null}
-launcher:
-  inference_server_cpus_per_gpu: 15
-  inference_server_mem_per_gpu: 153600
-  trainer_cpus_per_gpu: 15
-  trainer_mem_per_gpu: 153600
-  trainer_env_vars: NCCL_DEBUG=WARN,A=
-  slurm: {mount: "/storage:/storage", trainer_image: a.sif}
-"""
-
+ORIGINAL = (Path(__file__).parent / "originals/v03.yaml").read_text()
 
 OLD_KEYS = """
 actor.backend actor.ds_auto_tp actor.init_critic_from_actor actor.optimizer.hysteresis
@@ -355,7 +238,7 @@ def test_resolved_yaml_loads_to_the_same_config(tmp_path: Path) -> None:
     st.text(min_size=1, max_size=8).filter(lambda text: text.isprintable() and "${" not in text and text != "???"),
 )
 @example(0.1, 1, "1e3")
-@settings(max_examples=settings.default.max_examples // 5)
+@settings(max_examples=settings.default.max_examples // 10)
 def test_values_survive_the_round_trip(lr: float, steps: int, note: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         tree = yaml.safe_load(MINIMAL)
@@ -419,18 +302,6 @@ def test_old_keys_are_not_looked_for_among_the_options_of_other_programs(tmp_pat
     assert "s3cr3t" not in message
 
 
-def test_a_port_that_no_computer_has_is_refused(tmp_path: Path) -> None:
-    message = refusal(tmp_path, MINIMAL, "agent.online.port=65536")
-    assert "agent.online.port must be" in message and "65535: got 65536" in message
-    assert load(tmp_path, MINIMAL, "agent.online.port=65535").agent.online.port == 65535
-
-
-def test_a_misspelt_mode_of_a_logger_is_refused(tmp_path: Path) -> None:
-    message = refusal(tmp_path, MINIMAL, "stats_logger.wandb.mode=ofline")
-    assert "stats_logger.wandb.mode must be one of disabled, online, offline, shared: got ofline" in message
-    assert load(tmp_path, MINIMAL, "stats_logger.wandb.mode=offline").stats_logger.wandb["mode"] == "offline"
-
-
 def test_truncation_has_a_finite_top_k_and_servers_that_return_what_they_kept(tmp_path: Path) -> None:
     def sampling(*overrides: str) -> tuple[int, int]:
         config = load(tmp_path, MINIMAL, *overrides)
@@ -477,17 +348,11 @@ def test_documented_names_move_to_ours(tmp_path: Path, caplog: pytest.LogCapture
     ("override", "message"),
     [
         ("seed=yes", "seed must be a valid integer: got True. Change it on the command line."),
-        ("seed=1.5", "seed must be a valid integer: got 1.5."),
-        ("gconfig.greedy=1", "gconfig.greedy must be a valid boolean: got 1."),
         ("actor.optimizer.lr=true", "actor.optimizer.lr must be a number, not true or false: got True."),
         ("actor.optimizer.lr=fast", "actor.optimizer.lr must be a valid number, unable to parse string as a number:"),
         ("actor.reward_clip=.inf", "actor.reward_clip must be a finite number: got inf."),
-        ("actor.reward_bias=.nan", "actor.reward_bias must be a finite number: got nan."),
         ("actor.eps_clip=1", "actor.eps_clip must be less than 1: got 1."),
-        ("actor.c_clip=1", "actor.c_clip must be greater than 1: got 1."),
-        ("actor.mb_spec.max_tokens_per_mb=0", "actor.mb_spec.max_tokens_per_mb must be greater than 0: got 0."),
         ("actor.optimizer.warmup_steps_proportion=1.1", "actor.optimizer.warmup_steps_proportion must be less than or"),
-        ("actor.dtype=fp16", "actor.dtype must be 'float32', 'bfloat16' or 'float16': got 'fp16'."),
         ("gconfig.stop=a", "gconfig.stop must be a valid list: got 'a'."),
         ("rollout.server_addrs=a", "rollout.server_addrs must be host:port or http://host:port: got 'a'."),
         ("rollout.server_addrs=a:99999", "rollout.server_addrs must be host:port or http://host:port: got 'a:99999'."),
@@ -495,7 +360,6 @@ def test_documented_names_move_to_ours(tmp_path: Path, caplog: pytest.LogCapture
         ("trial_name=a/b", "trial_name must be made of letters"),
         ("trial_name=..", "trial_name must be made of letters"),
         ("cluster.fileroot=''", "cluster.fileroot must be the path of a folder: got ''."),
-        ("rollout=5", "rollout must be a block: got 5 on the command line."),
         ("sglang=[1]", "sglang must be a block of any keys: got [1] on the command line."),
         ("actor.path.x=2", "actor.path must be text: got {'x': 2} on the command line."),
         ("gconfig.stop[0]=a", "gconfig.stop must be a list of text: got {'0': 'a'} on the command line."),
@@ -503,38 +367,19 @@ def test_documented_names_move_to_ours(tmp_path: Path, caplog: pytest.LogCapture
         ("tokenizer_path=${tokenizer_path}", "tokenizer_path must refer to keys that exist: got Recursive"),
         ("seed=${seed", "overrides must be key=value with a YAML value: got 'seed=${seed'."),
         ("recover.mode=always", "recover.mode must be 'disabled', 'auto', 'fault' or 'resume': got 'always'."),
-        (
-            "recover.mode=auto",
-            "recover must have a trigger with recover.mode=auto: got none. Set e.g. recover.freq_secs",
-        ),
-        ("rollout.overdue=skip", "rollout.overdue must be 'wait', 'drop' or 'train': got 'skip'."),
-        ("rollout.max_failed_share=1.5", "rollout.max_failed_share must be"),
+        ("agent.online.port=65536", "agent.online.port must be less than or equal to 65535: got 65536."),
+        ("stats_logger.wandb.mode=ofline", "wandb.mode must be one of disabled, online, offline, shared: got ofline"),
         ("server_only=true", "server_only must be False: got True. Remove it: allocation_mode alone says it"),
         ("gconfig.frequency_penalty=0.5", "gconfig.frequency_penalty must be 0: got 0.5."),
-        ("max_head_offpolicyness=3", "Did you mean rollout.max_head_offpolicyness?"),
-        ("rollout.max_head_offpolicynes=3", "Did you mean rollout.max_head_offpolicyness?"),
         ("sgalng.x=1", "sgalng must be a key of GRPOConfig: got it on the command line. Did you mean sglang?"),
-        ("zzz=1", "Remove it; --help lists all keys."),
-        ("--seed=2", "arguments must be --config FILE or key=value: got '--seed=2'. Write seed=2."),
-        ("gconfig.greedy.x=1", "gconfig.greedy must be true or false: got {'x': 1}"),
-        ("allocation_mode=sglang.d4+d4x", "got sizes 'd4x'"),
-        ("allocation_mode=sglang.d8+d8", "needs 16 GPUs, and 1 x 8 GPUs"),
-        ("allocation_mode=lite.d1+d1", "lite.context must be greater than max_new_tokens: got 2048 and 16384."),
         ("allocation_mode=sglang.d1p2+d1", "rollout.weight_update must be disk if servers have p > 1"),
         ("gconfig.min_new_tokens=20000", "gconfig.min_new_tokens must be at most gconfig.max_new_tokens"),
-        ("actor.group_size=2", "actor.group_size must equal gconfig.n_samples: got 2 and 8."),
         ("actor.temperature=0.5", "actor.temperature must equal gconfig.temperature: got 0.5 and 1.0."),
-        ("actor={use_decoupled_loss: true, recompute_logprob: false}", "actor.recompute_logprob must be true if"),
-        ("gconfig.n_samples=1", "actor.baseline must be none if gconfig.n_samples is 1: got group_mean."),
         ("actor.ppo_n_minibatches=9", "actor.ppo_n_minibatches must be at most rollout.consumer_batch_size: got 9 and"),
-        ("actor.kl_ctl=0.1", "actor.kl_ctl must be 0 without a ref block: got 0.1."),
         ("actor.optimizer=null", "actor.optimizer must be a block: got null."),
         ("ref.optimizer.lr=0.1", "ref.optimizer must be null"),
-        ("actor.lora.rank=0", "actor.lora.rank must be greater than 0: got 0."),
         ("actor.lora.dropout=0.1", "actor.lora.dropout must be 0 where actor.disable_dropout is true: got 0.1."),
         ("actor.lora_r=8", "actor.lora_r must be a key of GRPOConfig: got it on the command line"),
-        ("train_dataset.type=sft", "train_dataset.type must be rl in this experiment: got sft."),
-        ("evaluator.freq_steps=1", "valid_dataset must be given if evaluator has a frequency: got null."),
     ],
 )
 def test_mistakes_name_key_value_and_fix(tmp_path: Path, override: str, message: str) -> None:
@@ -641,9 +486,7 @@ def test_blocks_of_own_classes_follow_their_run(tmp_path: Path) -> None:
     assert load(tmp_path, sft, "policy={path: p, seed: 3}", "seed=7", cls=BlocksConfig).policy.seed == 3
 
 
-def test_every_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    for cls in (GRPOConfig, SFTConfig, DPOConfig, RWConfig, CustomConfig):
-        assert [key.name for key in config_keys(cls) if not key.doc] == []
+def test_help_explains_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert "actor.c_clip (number or null; default None)\n    Dual clipping" in config_help(GRPOConfig)
     assert "actor.adv_norm (true or false or null; default None)" in config_help(GRPOConfig)
     assert "train_dataset.type (sft or rl or dpo or rw; default 'sft')" in config_help(SFTConfig)
@@ -675,36 +518,26 @@ def test_help_shows_the_keys_with_a_word(
     )
 
 
-def test_shipped_configs_load() -> None:
-    def shipped(name: str, cls: type, *overrides: str) -> Any:
-        return load_expr_config(["--config", str(CONFIGS / name), *overrides], cls)[0]
-
-    grpo = shipped("gsm8k_grpo.yaml", GRPOConfig, "experiment_name=my_experiment", "trial_name=my_trial")
-    assert (grpo.actor.eps_clip, grpo.actor.group_size) == (0.2, 4)
-    assert (grpo.rollout.consumer_batch_size, grpo.rollout.max_head_offpolicyness) == (256, 4)
-    for mode, nodes, gpus in (("sglang.d12p1t1+d4p1t1", 4, 4), ("sglang.d96p1t1+d32p1t1", 16, 8)):
-        cluster = (f"cluster.n_nodes={nodes}", f"cluster.n_gpus_per_node={gpus}")
-        assert shipped("gsm8k_grpo.yaml", GRPOConfig, f"allocation_mode={mode}", *cluster).cluster.n_nodes == nodes
-    assert shipped("gsm8k_sft.yaml", SFTConfig).train_dataset.type == "sft"
-    assert shipped("gsm8k_sft_cpu.yaml", SFTConfig, "model.path=tiny").tokenizer_path == "tiny"
-    ppo = shipped("gsm8k_ppo.yaml", PPOConfig)
-    assert (ppo.actor.baseline, ppo.actor.returns_lambda, ppo.critic.ppo_n_minibatches) == ("critic", 1.0, 4)
-    assert shipped("gsm8k_ppo_cpu.yaml", PPOConfig, "actor.path=tiny").critic.path == "tiny"
-    dpo = shipped("dpo.yaml", DPOConfig)
-    assert (dpo.ref.path, dpo.ref.dtype, dpo.ref.optimizer) == ("Qwen/Qwen2.5-1.5B-Instruct", "bfloat16", None)
-    assert (dpo.valid_dataset.type, dpo.valid_dataset.split) == ("dpo", "test_prefs")
-    assert shipped("dpo_cpu.yaml", DPOConfig, "model.path=tiny").ref.path == "tiny"
-    assert shipped("reward_model.yaml", RWConfig).model.center == 0.01
-    assert shipped("reward_model_cpu.yaml", RWConfig, "model.path=tiny").valid_dataset.type == "rw"
-    teacher = shipped("distill.yaml", GRPOConfig).teacher
-    assert (teacher.path, teacher.dtype, teacher.optimizer) == ("Qwen/Qwen2.5-7B-Instruct", "bfloat16", None)
-    shipped("distill_cpu.yaml", GRPOConfig, "actor.path=tiny", "teacher.path=tiny2")
-    overrides = "actor.path=tiny train_dataset.path=train.jsonl allocation_mode=lite.d2p1t1+d2p1t1 total_train_steps=5"
-    cpu = shipped("gsm8k_grpo_cpu.yaml", GRPOConfig, *overrides.split())
-    assert (cpu.tokenizer_path, cpu.rollout.backend, cpu.total_train_steps) == ("tiny", "lite", 5)
-    assert (cpu.rollout.consumer_batch_size, cpu.gconfig.n_samples, cpu.rollout.max_head_offpolicyness) == (32, 8, 2)
-    with pytest.raises(ConfigError, match=r"actor\.path must be given"):
-        shipped("gsm8k_grpo_cpu.yaml", GRPOConfig)
+@pytest.mark.parametrize(
+    ("name", "cls", "block"),
+    [
+        *(("gsm8k_grpo", GRPOConfig, "actor"), ("gsm8k_ppo", PPOConfig, "actor"), ("gsm8k_sft", SFTConfig, "model")),
+        *(("dpo", DPOConfig, "model"), ("reward_model", RWConfig, "model"), ("distill", GRPOConfig, "actor")),
+    ],
+)
+def test_shipped_configs_load(name: str, cls: type, block: str) -> None:
+    """Those for CPUs leave the models to the command."""
+    given = [f"{key}.path=tiny" for key in (block, *["teacher"] * (name == "distill"))]
+    for suffix, words in (("", []), ("_cpu", given)):
+        config = load_expr_config(["--config", str(CONFIGS / f"{name}{suffix}.yaml"), *words], cls)[0]
+        assert config.trained[0] == block and config.tokenizer_path == config.trained[1].path
+        assert (config.cluster.n_gpus_per_node == 0) == bool(suffix)
+        others = [
+            one for one in (getattr(config, key, None) for key in ("ref", "teacher", "critic")) if one is not None
+        ]
+        assert all(one.path for one in others)
+    with pytest.raises(ConfigError, match=rf"{block}\.path must be given"):
+        load_expr_config(["--config", str(CONFIGS / f"{name}_cpu.yaml"), *given[1:]], cls)
 
 
 def test_rewards_are_named_one_or_several_with_weights(tmp_path: Path) -> None:

@@ -1,9 +1,6 @@
 """`arealite check-loss` on functions that hold every property, and on functions with a bug that peers have shipped."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -180,20 +177,16 @@ def test_an_error_of_the_function_names_its_line(tmp_path: Path, capsys: pytest.
     assert re.search(r"must not raise: got KeyError: .*old_logp.*, at \S*mine.py:2 in loss", capsys.readouterr().out)
 
 
-def test_the_page_s_own_functions_hold_every_property_by_its_own_command(tmp_path: Path) -> None:
+def test_the_page_s_own_functions_hold_every_property_by_its_own_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = (REPOSITORY / "docs" / "algorithms.md").read_text()
     source = re.search(r"```python\n# my_loss.py\n(.*?)```", page, re.DOTALL)
     assert source
     (tmp_path / "my_loss.py").write_text(source[1])
     command = re.search(r"```sh\narealite (check-loss .*)\n```", page)
     assert command
-    done = subprocess.run(
-        [sys.executable, "-m", "arealite.cli.main", *command[1].split()],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0 and done.stdout.count("  ok  ") == len(LOSS_PROPERTIES)
-    assert "FAILED" not in done.stdout
+    monkeypatch.chdir(tmp_path)
+    assert main(command[1].split()) == 0
+    told = capsys.readouterr().out
+    assert told.count("  ok  ") == len(LOSS_PROPERTIES) and "FAILED" not in told

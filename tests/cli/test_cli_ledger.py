@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,12 +15,6 @@ from arealite.rollout.prompts import Prompt, SampleRecord
 from arealite.rollout.staleness import StalenessAccount
 
 ORDER = {"seed": 1, "dataset_size": 40, "batch_size": 40, "shuffle": False, "drop_last": True}
-
-
-def arealite(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "arealite.cli.main", *arguments]
-    env = os.environ | {"COLUMNS": "80"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
 
 
 def make_run(folder: Path) -> None:
@@ -45,12 +36,17 @@ def make_run(folder: Path) -> None:
     write_rows(folder / "rollouts" / "step_0", [{"prompt_id": str(prompt.prompt_id)} for prompt in prompts[:36]])
 
 
-def test_tables_of_a_clean_run(tmp_path: Path) -> None:
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def test_tables_of_a_clean_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(tmp_path)
-    shown = arealite("ledger", str(tmp_path))
-    assert shown.returncode == 0, shown.stderr
-    lines = [" ".join(line.split()) for line in shown.stdout.splitlines()]
-    assert max(len(line) for line in shown.stdout.splitlines()) <= 80
+    assert main(["ledger", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    lines = [" ".join(line.split()) for line in shown]
+    assert max(len(line) for line in shown) <= 80
     assert "trained 36 90.0 % 36 66,600" in lines
     assert "failed: reward_timeout 4 10.0 % 4 15,400" in lines
     assert "0.25 .. 1 4 100.0 %" in lines and "9.25 .. 10 4 0.0 % reward_timeout 100.0" in lines
@@ -63,21 +59,20 @@ def test_tables_of_a_clean_run(tmp_path: Path) -> None:
     ]
 
 
-def test_json_and_exit_status(tmp_path: Path) -> None:
+def test_json_and_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(tmp_path)
     edit_rows(tmp_path / "rollouts" / "step_0", lambda rows: rows[1:])
     write_rows(tmp_path / "rollouts" / "step_1", [{"prompt_id": "0-5"}])
-    shown = arealite("ledger", str(tmp_path), "--json")
-    assert shown.returncode == 1
-    found = json.loads(shown.stdout)
+    assert main(["ledger", str(tmp_path), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
     names = ("issued", "trained", "provisional", "rejected", "failed", "pending", "lost", "repeated", "adds_up")
     assert [found[name] for name in names] == [40, 36, 0, 0, 4, 0, 1, 1, True]
     assert (found["lost_ids"], found["repeated_ids"]) == (["0-0"], ["0-5"])
     assert found["states"] == {"failed_reward_timeout": 4, "trained": 36}
     assert [bias["measure"] for bias in found["bias"]] == ["latency_s", "tokens"]
     assert found["bias"][0]["difference"] == -1.0 and len(found["bias"][0]["parts"]) == 10
-    shown = arealite("ledger", str(tmp_path))
-    assert shown.returncode == 1 and shown.stdout.endswith("lost 1: 0-0\nrepeated 1: 0-5\n")
+    assert main(["ledger", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.endswith("lost 1: 0-0\nrepeated 1: 0-5\n")
 
 
 def test_folders_without_a_ledger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

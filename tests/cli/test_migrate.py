@@ -14,91 +14,7 @@ from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.cli.main import main
 from arealite.cli.migrate import _page
 
-AREAL_BLOCK = "{experiment_name: '${experiment_name}', trial_name: '${trial_name}', fileroot: '${cluster.fileroot}'"
-AREAL = """\
-experiment_name: sums
-trial_name: trial0
-ALLOCATION
-cluster: {n_nodes: 1, n_gpus_per_node: 8, fileroot: /tmp/runs, name_resolve: {type: nfs, nfs_record_root: /tmp/names}}
-seed: 1
-total_train_epochs: 10
-tokenizer_path: ${actor.path}
-rollout:
-  experiment_name: ${experiment_name}
-  trial_name: ${trial_name}
-  max_concurrent_rollouts: 256
-  queue_size: null
-  consumer_batch_size: ${train_dataset.batch_size}
-  max_head_offpolicyness: 2
-  enable_rollout_tracing: false
-  OF_ROLLOUT
-gconfig: {n_samples: 4, min_new_tokens: 0, max_new_tokens: 1024, greedy: false, temperature: 1.0}
-actor:
-  experiment_name: ${experiment_name}
-  trial_name: ${trial_name}
-  path: Qwen/Qwen2-1.5B-Instruct
-  init_from_scratch: false
-  disable_dropout: true
-  gradient_checkpointing: false
-  dtype: bfloat16
-  mb_spec: {max_tokens_per_mb: 10240}
-  optimizer:
-    type: adam
-    lr: 1.70e-5
-    weight_decay: 0.017
-    beta1: 0.9
-    beta2: 0.999
-    eps: 1e-8
-    lr_scheduler_type: constant
-    gradient_clipping: 1.0
-    warmup_steps_proportion: 0.001
-  eps_clip: 0.4
-  reward_scaling: 10.0
-  reward_bias: -0.5
-  kl_ctl: 0.0
-  ppo_n_minibatches: 1
-  recompute_logprob: true
-  use_decoupled_loss: true
-  behav_imp_weight_cap: 5.0
-  OF_ACTOR
-ref: {path: "${actor.path}", init_from_scratch: false, dtype: "${actor.dtype}", optimizer: null, OF_REF}
-sglang:
-  model_path: ${actor.path}
-  random_seed: ${seed}
-  skip_tokenizer_init: true
-  dtype: ${actor.dtype}
-  max_running_requests: null
-  context_length: 32768
-  mem_fraction_static: 0.8
-train_dataset: {path: openai/gsm8k, type: rl, batch_size: 256, shuffle: true, pin_memory: true, num_workers: 4}
-valid_dataset: {path: openai/gsm8k, type: rl, batch_size: 256, pin_memory: true, num_workers: 4}
-saver: BLOCK, freq_epochs: 1, freq_steps: null, freq_secs: null}
-evaluator: BLOCK, freq_epochs: 1, freq_steps: null, freq_secs: null}
-stats_logger: BLOCK, wandb: {mode: disabled}}
-"""
-AREAL_V03 = (
-    AREAL.replace("ALLOCATION", "allocation_mode: sglang.d4p1t1+d4p1t1\nasync_training: true\nserver_only: false")
-    .replace("OF_ROLLOUT", "schedule_policy: round_robin")
-    .replace("OF_ACTOR", "group_size: ${gconfig.n_samples}\n  group_adv_norm: false\n  backend: fsdp")
-    .replace("OF_REF", "backend: fsdp")
-    .replace("BLOCK", AREAL_BLOCK)
-    + "checkpointer: {freq_epochs: 1, freq_secs: 3600}\n"
-)
-AREAL_2026 = (
-    AREAL.replace("ALLOCATION", "allocation_mode: sglang:d4p1t1+d4p1t1\nenable_offload: false\nscheduler: {type: null}")
-    .replace("OF_ROLLOUT", "scheduling_spec: ${actor.scheduling_spec}\n  dump_to_file: true")
-    .replace(
-        "OF_ACTOR",
-        "reward_norm: {mean_level: group, std_level: group, group_size: '${gconfig.n_samples}'}\n"
-        "  adv_norm: {mean_level: batch, std_level: batch}\n"
-        "  weight_update_mode: xccl\n"
-        "  scheduling_spec: [{task_type: worker, gpu: 1, cmd: python3 -m areal.scheduler.rpc.rpc_server}]",
-    )
-    .replace("OF_REF", "scheduling_strategy: {type: colocation, target: actor}")
-    .replace("BLOCK", AREAL_BLOCK)
-    + f"recover: {AREAL_BLOCK}, mode: disabled, freq_epochs: 1, freq_secs: 3600}}\n"
-    + f"perf_tracer: {AREAL_BLOCK}, enabled: false}}\n"
-)
+ORIGINALS = Path(__file__).parents[1] / "api" / "originals"
 
 
 def migrated(folder: Path, text: str, *, status: int = 0) -> tuple[dict[str, Any], str]:
@@ -114,13 +30,17 @@ def loaded(folder: Path) -> GRPOConfig:
     return load_expr_config(["--config", str(folder / "new.yaml")], GRPOConfig)[0]
 
 
-@pytest.mark.parametrize(("text", "baseline"), [(AREAL_V03, "none"), (AREAL_2026, "group_mean")], ids=["v0.3", "2026"])
-def test_published_files_keep_their_run(tmp_path: Path, text: str, baseline: str) -> None:
-    _, written = migrated(tmp_path, text)
-    config = loaded(tmp_path)
-    assert (config.allocation_mode, config.train_dataset.path) == ("sglang.d4p1t1+d4p1t1", "openai/gsm8k")
-    assert (config.actor.proximal, config.actor.correction.upper, config.actor.adv_norm) == ("recompute", 5.0, True)
-    assert config.actor.baseline == baseline
+@pytest.mark.parametrize(
+    ("name", "servers", "baseline", "upper"), [("v03", 12, "none", 5.0), ("2026", 4, "group_mean", None)]
+)
+def test_published_files_keep_their_run(
+    tmp_path: Path, name: str, servers: int, baseline: str, upper: float | None
+) -> None:
+    _, written = migrated(tmp_path, (ORIGINALS / f"{name}.yaml").read_text())
+    config, actor = loaded(tmp_path), loaded(tmp_path).actor
+    assert (config.allocation_mode, config.train_dataset.path) == (f"sglang.d{servers}p1t1+d4p1t1", "openai/gsm8k")
+    found = (actor.baseline, actor.proximal, actor.correction.upper, actor.adv_norm)
+    assert found == (baseline, "recompute", upper, True)
     for key in ("pin_memory", "num_workers", "enable_rollout_tracing", "name_resolve"):
         assert f"{key} has no effect: " in written, key
 

@@ -59,7 +59,7 @@ def test_one_group_does_one_call_after_the_other(num_ranks: int, seconds: dict[s
     assert graph_s(layout(f"actor.ranks={num_ranks}"), seconds) == pytest.approx(all_calls)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(ranks, st.one_of(st.none(), ranks), prices)
 def test_the_layout_of_a_run_is_predicted_as_measured(
     actor: int, critic: int | None, seconds: dict[str, float]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -161,15 +159,10 @@ def test_a_cap_without_the_decoupled_loss_has_no_effect(caplog: pytest.LogCaptur
     ("choices", "message"),
     [
         ({"group_reward_norm": True, "baseline": "none"}, "actor.group_reward_norm must not be given with actor.base"),
-        ({"mask_no_eos_with_zero": False, "truncated": "mask"}, "mask_no_eos_with_zero must not be given with"),
-        ({"recompute_logprob": True, "proximal": "current"}, "recompute_logprob must not be given with actor.proximal"),
         ({"use_decoupled_loss": True, "_upper": 2.0}, "decoupled_loss must not be given with actor.correction.upper"),
-        ({"behav_imp_weight_cap": 2.0, "proximal": "recompute"}, "weight_cap must not be given with actor.proximal"),
         ({"use_decoupled_loss": True, "recompute_logprob": False}, "actor.recompute_logprob must be true if"),
         ({"cispo_max": 5.0}, "actor.cispo_max must be null with actor.objective ppo: got 5.0"),
         ({"objective": "cispo", "eps_clip": 0.2}, "actor.eps_clip must be null with actor.objective cispo"),
-        ({"objective": "reinforce", "c_clip": 3.0}, "actor.c_clip must be null with actor.objective reinforce"),
-        ({"loss_constant": 3.0}, "actor.loss_constant must be null with actor.aggregation token_mean"),
         ({"_upper": 3.0}, "actor.correction.upper must be null with actor.correction.action none"),
         ({"algorithm": "gspo", "objective": "sapo"}, "actor.importance_sampling_level must be token with actor.objec"),
         ({"algorithm": "gspo", "aggregation": "token_mean"}, "actor.aggregation must be sequence_mean with"),
@@ -185,7 +178,6 @@ def test_a_cap_without_the_decoupled_loss_has_no_effect(caplog: pytest.LogCaptur
         ({"proximal": "recompute", "_action": "mask", "_upper": 0.0}, "actor.correction.upper must be above 0 with ac"),
         ({"algorithm": "dr_grpo", "max_new_tokens": None}, "actor.loss_constant must be given with actor.aggregation"),
         ({"kl_estimator": "k3"}, "actor.kl_estimator must be k1 with actor.kl_in reward: got k3. The expected gradi"),
-        ({"algorithm": "rloo", "kl_estimator": "k2"}, "actor.kl_estimator must be k1 with actor.kl_in reward: got k2"),
         ({"kl_in": "loss", "kl_estimator": "k1"}, "actor.kl_estimator must be k2 or k3 with actor.kl_in loss: got k1"),
         ({"baseline": "critic", "reward_scale": "group_std"}, "actor.reward_scale must be none with actor.baseline"),
         ({"returns_lambda": 1.0}, "actor.returns_lambda must be null with actor.baseline none: got 1.0"),
@@ -207,11 +199,7 @@ def test_a_cap_without_the_decoupled_loss_has_no_effect(caplog: pytest.LogCaptur
             "actor.correction.level must be token or sequence with actor.correction.action truncate: got geometric.",
         ),
         ({"proximal": "recompute", "_action": "mask", "_level": "geometric"}, "actor.correction must have a bound"),
-        ({"algorithm": "opd", "adv_norm": True}, "actor.adv_norm must be false with actor.baseline teacher"),
-        ({"algorithm": "opd", "gae_lambda": 0.9}, "actor.gae_lambda must be 1.0 with actor.baseline teacher"),
-        ({"algorithm": "opd", "reward_bias": -0.5}, "actor.reward_bias must be 0.0 with actor.baseline teacher: got"),
         ({"algorithm": "opd", "reward_clip": 1.0}, "actor.reward_clip must be null with actor.baseline teacher: got"),
-        ({"algorithm": "opd", "overlong_buffer": 4}, "actor.overlong_buffer must be null with actor.baseline teacher"),
         (
             {"algorithm": "gspo", "proximal": "recompute", "_action": "mask", "_level": "token", "_upper": 2.0},
             "actor.correction.level must be geometric or sequence with actor.importance_sampling_level sequence: got t",
@@ -299,7 +287,7 @@ def test_resolving_is_final_and_keeps_what_is_given(picks: dict[str, int], is_gr
         assert asked is None or value == asked
 
 
-@pytest.mark.parametrize("algorithm", [None, *PRESETS])
+@pytest.mark.parametrize("algorithm", [None, "ppo", "opd", "gmpo"])  # a critic, a teacher, keys of its own
 def test_resolved_choices_survive_yaml(tmp_path: Path, algorithm: str | None) -> None:
     overrides = ("actor.proximal=recompute", *([f"actor.algorithm={algorithm}"] if algorithm else []))
     overrides += ("teacher.path=t",) if algorithm == "opd" else ()
@@ -370,22 +358,6 @@ def test_the_page_has_a_row_per_preset_and_names_tests_that_exist() -> None:
         assert f"def {test}(" in (REPOSITORY / file).read_text()
 
 
-def test_the_functions_on_the_page_do_what_it_says() -> None:
-    page = (REPOSITORY / "docs/algorithms.md").read_text()
-    source = re.search(r"```python\n# my_loss.py\n(.*?)```", page, re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(source[1] if source else "", names)
-    best = names["best_of_group"](torch.tensor([1.0, 0.0, 0.5, 0.5]), torch.tensor([0, 0, 1, 1]), None)
-    assert best.tolist() == [1, 0, 1, 1]
-    logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
-    batch = {"proximal_logprobs": torch.tensor([-1.0, -3.0]), "advantages": torch.tensor([2.0, -1.0])}
-    batch["loss_mask"] = torch.tensor([True, True])
-    losses, statistics = names["capped_reinforce"](logprobs, batch)
-    losses.sum().backward()
-    assert logprobs.grad.tolist() == [-2, 3]
-    assert statistics["ratio"].tolist() == pytest.approx([1, math.exp(2)])
-
-
 def test_a_config_with_a_critic_is_ppo(tmp_path: Path) -> None:
     text = (
         COMMON + "actor: {dtype: float32, ppo_n_minibatches: 2, gradient_checkpointing: false, mb_spec: {n_mbs: 3}}\n"
@@ -432,10 +404,9 @@ def test_where_the_critic_of_the_original_starts_is_where_ours_does(
     assert config.critic.path == "m" and "critic.path follows actor.path" in caplog.text
 
 
-@pytest.mark.parametrize("file", ["gsm8k_grpo.yaml", "gsm8k_grpo_cpu.yaml"])
 @pytest.mark.parametrize("name", sorted(PRESETS.keys() - {"ppo", "opd"}))
-def test_every_preset_goes_on_top_of_the_shipped_configs(file: str, name: str) -> None:
-    path = REPOSITORY / "examples" / "arealite" / "configs" / file
+def test_every_preset_goes_on_top_of_the_shipped_config(name: str) -> None:
+    path = REPOSITORY / "examples" / "arealite" / "configs" / "gsm8k_grpo.yaml"
     overrides = ["actor.path=m", f"actor.algorithm={name}"]
     if name == "dppo":  # its ratio is to the policy that sampled: a correction would count twice
         overrides += ["actor.correction.action=none", "actor.correction.upper=null"]

@@ -18,56 +18,7 @@ from arealite.api.errors import ConfigError
 MIGRATION = Path(__file__).parents[3] / "docs/migration.md"
 KEYS = [key.name for key in config_keys(PPOConfig)]
 
-AREAL_2026 = """
-experiment_name: gsm8k-grpo
-trial_name: trial0
-seed: 1
-enable_offload: false
-total_train_epochs: 10
-tokenizer_path: ${actor.path}
-cluster: {n_nodes: 1, n_gpus_per_node: 8, fileroot: /tmp/areal, name_resolve: {type: nfs, nfs_record_root: /tmp/names}}
-scheduler: {type: null}
-rollout:
-  backend: "sglang:d4p1t1"
-  max_concurrent_rollouts: 256
-  consumer_batch_size: ${train_dataset.batch_size}
-  max_head_offpolicyness: 2
-  enable_rollout_tracing: false
-  scheduling_spec: ${actor.scheduling_spec}
-  tokenizer_path: ${tokenizer_path}
-  use_lora: false
-  dump_to_file: true
-gconfig: {n_samples: 4, min_new_tokens: 0, max_new_tokens: 1024, greedy: false, temperature: 1.0}
-actor:
-  backend: "fsdp:d4p1t1"
-  path: Qwen/Qwen2.5-1.5B-Instruct
-  mb_spec: {max_tokens_per_mb: 10240}
-  optimizer: {type: adam, lr: 1.7e-5, weight_decay: 0.017}
-  eps_clip: 0.4
-  temperature: ${gconfig.temperature}
-  ppo_n_minibatches: 1
-  recompute_logprob: true
-  use_decoupled_loss: true
-  reward_norm: {mean_level: group, std_level: group, group_size: "${gconfig.n_samples}"}
-  adv_norm: {mean_level: batch, std_level: batch}
-  weight_update_mode: xccl
-  max_new_tokens: ${gconfig.max_new_tokens}
-  use_lora: false
-  scheduling_spec: [{task_type: worker, gpu: 1, mem: 32, cmd: python3 -m areal.infra.rpc.rpc_server, env_vars: {}}]
-ref:
-  backend: ${actor.backend}
-  path: ${actor.path}
-  optimizer: null
-  scheduling_strategy: {type: colocation, target: actor}
-  scheduling_spec: ${actor.scheduling_spec}
-sglang: {model_path: "${actor.path}", random_seed: "${seed}", context_length: 32768}
-train_dataset: {path: openai/gsm8k, type: rl, batch_size: 256, shuffle: true, pin_memory: true, num_workers: 4}
-valid_dataset: {path: openai/gsm8k, type: rl, batch_size: 256, pin_memory: true, num_workers: 4}
-saver: {freq_epochs: 1}
-evaluator: {freq_epochs: 1}
-stats_logger: {wandb: {mode: disabled}}
-perf_tracer: {enabled: false, session_tracer: {enabled: false}}
-"""
+AREAL_2026 = (Path(__file__).parents[1] / "originals/2026.yaml").read_text()
 
 
 def load(folder: Path, text: str, *overrides: str, cls: type[Any] = GRPOConfig) -> Any:
