@@ -3,10 +3,7 @@
 import asyncio
 import importlib
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +23,8 @@ def typed(page: str, folder: Path, examples: str) -> Path:
     """Write the files of a page into a folder, run its commands there, and return it."""
     for name, body in re.findall(r"```python\n# (\S+)\n(.*?)```", page, re.DOTALL):
         (folder / name).write_text(body)
-    programs = folder / "bin"
-    programs.mkdir(exist_ok=True)
-    for name, arguments in (("python3", ""), ("arealite", "-m arealite.cli.main")):
-        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$@"\n')
-        (programs / name).chmod(0o755)
-    env = os.environ | {"E": str(REPOSITORY / "examples" / examples), "PATH": f"{programs}:{os.environ['PATH']}"}
-    env |= {"CUDA_VISIBLE_DEVICES": ""}  # as on a laptop
     for commands in re.findall(r"```sh\n(.*?)```", page, re.DOTALL):
-        done = subprocess.run(["sh", "-ec", commands], cwd=folder, env=env, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"{commands}\n{done.stdout[-5000:]}\n{done.stderr[-5000:]}"
+        testing_runs.typed(commands, folder, folder / "bin", E=str(REPOSITORY / "examples" / examples))
     return folder
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Collection
@@ -30,6 +31,18 @@ def arealite(*words: object, **options: Any) -> str:
 def launch(script: str | Path, config: str | Path, *words: object, **options: Any) -> str:
     """Run a script with its config by the launcher."""
     return run("-m", "arealite.launcher.local", script, "--config", config, *words, **options)
+
+
+def typed(commands: str, folder: Path, programs: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Type commands in a folder as on a laptop; `programs` is a folder for `python3` and `arealite`."""
+    programs.mkdir(exist_ok=True)
+    for name, arguments in (("python3", ""), ("arealite", "-m arealite.cli.main")):
+        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$@"\n')
+        (programs / name).chmod(0o755)
+    env = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""} | env
+    done = subprocess.run(["sh", "-ec", commands], cwd=folder, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{commands}\n{done.stdout[-5000:]}\n{done.stderr[-5000:]}"
+    return done
 
 
 def metrics(run_folder: Path, own: Collection[str] = ()) -> list[dict[str, Any]]:

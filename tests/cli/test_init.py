@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from testing_quickstart import write_tiny_model
+from testing_runs import typed
 
 from arealite.api.cli_args import GRPOConfig, SFTConfig, load_expr_config
 from arealite.cli.examples import examples_folder
@@ -121,18 +119,9 @@ def test_the_readme_typed(template: str, tiny: Path, tmp_path: Path) -> None:
             file.write("launcher: {preflight: false}\n")
             (folder / "tiny").symlink_to(tiny)
             commands = re.sub(r"arealite tiny-model .*\n", "", commands)
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    for name, arguments in (("python3", ""), ("arealite", "-m arealite.cli.main")):
-        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$@"\n')
-        (programs / name).chmod(0o755)
-    env = {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
     tests = "" if template == "sft" else "python3 -m pytest -q"
-    typed = commands.replace("pip install 'arealite[agents]'", "") + tests
-    done = subprocess.run(
-        ["sh", "-ec", typed], cwd=folder, env=os.environ | env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    commands = commands.replace("pip install 'arealite[agents]'", "") + tests
+    done = typed(commands, folder, tmp_path / "bin", PYTHONPATH=str(REPOSITORY))
     run = folder / "runs" / "my.exp-1" / "first"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2] and (run / "report.html").is_file()

@@ -62,13 +62,6 @@ def test_every_key_has_one_heading_with_its_default_and_meaning() -> None:
     assert "text; must be given. *all experiments*" in pages["reference/config/index.md"]
 
 
-def test_links_between_keys_lead_to_headings() -> None:
-    pages = config_pages.pages()
-    for text in pages.values():
-        for page, anchor in re.findall(r"\]\(([\w.]+)#([\w.]+)\)", text):
-            assert f"{{ #{anchor} }}" in pages[f"reference/config/{page}"]
-
-
 def test_every_command_is_on_the_page() -> None:
     (page,) = command_pages.pages().values()
     (whole,) = re.findall(r"## `arealite`\n\n```text\n(.*?)```", page, re.DOTALL)
@@ -184,26 +177,11 @@ def test_links_that_leave_docs_lead_into_the_site() -> None:
     assert outside.linked({"docs/one.md": text}) == {"examples/x.py"}
 
 
-def test_the_address_of_the_site_is_that_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "site_url" not in (REPOSITORY / "mkdocs.yml").read_text()
-    monkeypatch.setattr(outside, "REPOSITORY", tmp_path)
-    (tmp_path / "pyproject.toml").write_text('[project]\nname = "a"\n')
-    assert outside.site_url() is None
-    (tmp_path / "pyproject.toml").write_text('[project.urls]\nDocumentation = "https://example.org/"\n')
-    assert outside.site_url() == "https://example.org/"
-
-
 def test_diagrams_become_pictures() -> None:
     page, found = diagrams.drawn("a\n\n```mermaid\ngraph LR\n  a --> b\n```\n\nb\n", 1)
     ((path, mermaid),) = found.items()
     assert mermaid == "graph LR\n  a --> b\n" and path.endswith(".svg")
     assert page == f"a\n\n[![diagram, larger at a click](../{path}){{ .diagram }}](../{path})\n\nb\n"
-
-
-def test_the_navigation_names_pages_once_that_exist() -> None:
-    nav = Counter(re.findall(r"([\w-]+\.md)$", (REPOSITORY / "mkdocs.yml").read_text(), re.MULTILINE))
-    assert nav.keys() <= {*(file.name for file in DOCS.glob("*.md")), *outside.PAGES.values()}
-    assert nav.total() == len(nav)
 
 
 def test_anchors_of_pages_exist() -> None:
