@@ -8,17 +8,11 @@ from typing import Any
 
 import datasets
 import pytest
-from testing_quickstart import make_tiny_model
 
 from arealite.chat.template import demonstration
 from arealite.dataset import get_custom_dataset, prepare
 from arealite.dataset.loader import PromptLoader
 from arealite.utils.hf import load_hf_tokenizer
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"), ["What is 1+1? #### 2"], layers=1)
 
 
 @pytest.fixture
@@ -41,9 +35,9 @@ def made(folder: Path) -> int:
 
 @pytest.mark.parametrize("kind", ["sft", "rl", "dpo"])
 def test_rows_are_made_again_only_when_something_changes(
-    tmp_path: Path, folder: Path, model: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, folder: Path, tiny: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer, path = load_hf_tokenizer(model), tmp_path / "rows.jsonl"
+    tokenizer, path = load_hf_tokenizer(tiny), tmp_path / "rows.jsonl"
     columns: dict[str, Any] = {"chosen_key": "question", "rejected_key": "answer"} if kind == "dpo" else {}
 
     def load(**keys: Any) -> Any:
@@ -67,9 +61,9 @@ def test_rows_are_made_again_only_when_something_changes(
 
 
 def test_a_limit_keeps_the_same_rows_the_second_time(
-    tmp_path: Path, folder: Path, model: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, folder: Path, tiny: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, tokenizer = write(tmp_path / "rows.jsonl", rows=12), load_hf_tokenizer(model)
+    path, tokenizer = write(tmp_path / "rows.jsonl", rows=12), load_hf_tokenizer(tiny)
     for kind, limit in (("sft", 9), ("rl", 7)):
         caplog.clear()
         cold, warm = (
@@ -81,7 +75,7 @@ def test_a_limit_keeps_the_same_rows_the_second_time(
 
 
 def test_one_of_those_that_share_the_cache_makes_what_the_others_wait_for(
-    tmp_path: Path, folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, folder: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, entries, calls = write(tmp_path / "rows.jsonl"), prepare._Preparation.entries, []
 
@@ -92,13 +86,13 @@ def test_one_of_those_that_share_the_cache_makes_what_the_others_wait_for(
 
     monkeypatch.setattr(prepare._Preparation, "entries", counted)
     with ThreadPoolExecutor(3) as threads:
-        tokenizers = [load_hf_tokenizer(model) for _ in range(3)]
+        tokenizers = [load_hf_tokenizer(tiny) for _ in range(3)]
         loaded = [*threads.map(lambda one: get_custom_dataset(path, type="sft", tokenizer=one), tokenizers)]
     assert len(calls) == 1 and {rows.checksum for rows in loaded} == {loaded[0].checksum}
 
 
-def test_a_failure_is_not_remembered(tmp_path: Path, folder: Path, model: Path) -> None:
-    path, tokenizer = write(tmp_path / "rows.jsonl"), load_hf_tokenizer(model)
+def test_a_failure_is_not_remembered(tmp_path: Path, folder: Path, tiny: Path) -> None:
+    path, tokenizer = write(tmp_path / "rows.jsonl"), load_hf_tokenizer(tiny)
     with pytest.raises(ValueError, match="max_length must leave some rows: got 1"):
         get_custom_dataset(path, type="sft", tokenizer=tokenizer, max_length=1)
     (tmp_path / "rows.jsonl").write_text('{"question": "?"}\n')
@@ -107,16 +101,16 @@ def test_a_failure_is_not_remembered(tmp_path: Path, folder: Path, model: Path) 
     assert made(folder) == 0
 
 
-def test_a_cache_that_can_not_be_written_is_named(tmp_path: Path, folder: Path, model: Path) -> None:
+def test_a_cache_that_can_not_be_written_is_named(tmp_path: Path, folder: Path, tiny: Path) -> None:
     folder.parent.mkdir()
     folder.write_text("a file")
     with pytest.raises(OSError, match=r"cache/arealite must be a folder that can be written .* Set HF_DATASETS_CACHE"):
-        get_custom_dataset(write(tmp_path / "rows.jsonl"), type="sft", tokenizer=load_hf_tokenizer(model))
+        get_custom_dataset(write(tmp_path / "rows.jsonl"), type="sft", tokenizer=load_hf_tokenizer(tiny))
 
 
-def test_a_row_is_made_as_if_it_were_alone(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_is_made_as_if_it_were_alone(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is read at a time."""
-    tokenizer, path = load_hf_tokenizer(model), tmp_path / "rows.jsonl"
+    tokenizer, path = load_hf_tokenizer(tiny), tmp_path / "rows.jsonl"
     chat = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
     monkeypatch.setattr(prepare, "CHUNK", 2)
 

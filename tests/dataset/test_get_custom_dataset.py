@@ -4,18 +4,12 @@ import re
 import datasets
 import pytest
 import torch
-from testing_quickstart import WORD_PROBLEMS, make_tiny_model
+from testing_quickstart import WORD_PROBLEMS
 
 from arealite.dataset import get_custom_dataset
-from arealite.utils.hf import load_hf_tokenizer
 
 torch.set_num_threads(1)
 ROWS = [{"question": f"What is {n}+1?", "answer": f"{n}+1={n + 1}\n#### {n + 1}", "level": n} for n in range(10)]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return load_hf_tokenizer(make_tiny_model(tmp_path_factory.mktemp("tiny"), ["What is 1+1? #### 2"], layers=1))
 
 
 @pytest.fixture

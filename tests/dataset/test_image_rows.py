@@ -5,8 +5,8 @@ import pytest
 import torch
 from testing_images import picture, write_model
 
-from arealite.api.cli_args import DatasetConfig, SFTConfig, load_expr_config
-from arealite.dataset import get_custom_dataset, load_datasets
+from arealite.api.cli_args import DatasetConfig
+from arealite.dataset import get_custom_dataset
 from arealite.dataset.loader import PromptLoader, sft_batches
 from arealite.dataset.prepare import KNOWN, show, with_known_keys
 from arealite.dataset.rows import Rows
@@ -150,32 +150,3 @@ def test_a_script_that_shows_no_images_is_not_given_any(clevr: str, kind: str, t
 def test_pairs_are_about_texts(clevr: str, tools: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"^pairs of answers must be about texts: got the image_key images"):
         get_custom_dataset(clevr, type="dpo", tokenizer=tools["tokenizer"])
-
-
-ORIGINAL = """
-experiment_name: clevr_count_70k-sft
-trial_name: trial0
-n_nodes: 1
-n_gpus_per_node: 8
-cluster: {fileroot: /tmp/arealite, name_resolve: {type: nfs, nfs_record_root: /tmp/areal/name_resolve}}
-tokenizer_path: ${model.path}
-model:
-  experiment_name: ${experiment_name}
-  trial_name: ${trial_name}
-  path: Qwen/Qwen2-VL-7B
-  bf16: true
-  mb_spec: {max_tokens_per_mb: 4096}
-  optimizer: {type: adam, lr: 2e-5, lr_scheduler_type: cosine}
-  backend: fsdp
-train_dataset: {batch_size: 2, shuffle: true, pin_memory: true, num_workers: 4, path: CLEVR, type: sft}
-valid_dataset: {batch_size: 2, path: CLEVR, type: sft}
-"""
-
-
-def test_a_config_of_the_original_loads_its_data(tmp_path, clevr: str, tools: dict[str, object]) -> None:
-    (tmp_path / "config.yaml").write_text(ORIGINAL.replace("CLEVR", clevr))
-    config, _ = load_expr_config(["--config", str(tmp_path / "config.yaml")], SFTConfig)
-    train, valid = load_datasets(config, **tools)
-    assert (len(train), len(valid), config.model.dtype) == (3, 2, "bfloat16")
-    own, _ = load_expr_config(["--config", str(tmp_path / "config.yaml"), "train_dataset.image_key=shown"], SFTConfig)
-    assert own.valid_dataset.image_key == "shown"

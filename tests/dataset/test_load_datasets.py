@@ -1,16 +1,10 @@
 import json
 
 import pytest
-from testing_quickstart import WORD_PROBLEMS, make_tiny_model
+from testing_quickstart import WORD_PROBLEMS
 
 from arealite.api.cli_args import GRPOConfig, SFTConfig, load_expr_config
 from arealite.dataset import load_datasets
-from arealite.utils.hf import load_hf_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return load_hf_tokenizer(make_tiny_model(tmp_path_factory.mktemp("tiny"), ["What is 1+1? #### 2"], layers=1))
 
 
 @pytest.fixture

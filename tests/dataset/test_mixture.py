@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from testing_metrics import undocumented
-from testing_quickstart import make_tiny_model
 
 from arealite.api.cli_args import DatasetConfig, GRPOConfig, load_expr_config
 from arealite.api.config.data import SourceConfig
@@ -19,7 +18,6 @@ from arealite.api.io_struct import PromptId
 from arealite.dataset import load_datasets
 from arealite.dataset.loader import Mixture, PromptLoader, names_of
 from arealite.dataset.rows import Rows
-from arealite.utils.hf import load_hf_tokenizer
 
 
 def parts(*sizes: int) -> list[Rows]:
@@ -158,8 +156,7 @@ def load(tmp_path: Path) -> Any:
     return lambda *more: load_expr_config(["--config", str(tmp_path / "config.yaml"), *more], GRPOConfig)[0]
 
 
-def test_each_source_has_its_own_columns(load: Any, tmp_path: Path) -> None:
-    tokenizer = load_hf_tokenizer(make_tiny_model(tmp_path / "tiny", ["What is 1+1? #### 2"], layers=1))
+def test_each_source_has_its_own_columns(load: Any, tokenizer: Any) -> None:
     train, valid = load_datasets(load("valid_dataset={}"), tokenizer)
     assert [row["answer"] for row in valid] == ["7"] and "question" in valid[0]
     rows = [*train]

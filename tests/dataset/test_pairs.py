@@ -6,20 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from testing_quickstart import make_tiny_model
 
 from arealite.dataset import get_custom_dataset
-from arealite.dataset.loader import PromptLoader, pair_batches
-from arealite.utils.hf import load_hf_tokenizer
 
 torch.set_num_threads(1)
 ASK = {"role": "user", "content": "1+1?"}
 GOOD, BAD = ({"role": "assistant", "content": text} for text in ("1+1=2", "1+1=3"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return load_hf_tokenizer(make_tiny_model(tmp_path_factory.mktemp("tiny"), ["What is 1+1? #### 2"], layers=1))
 
 
 def load(tmp_path: Path, tokenizer: Any, *rows: dict[str, Any], **columns: Any) -> list[dict[str, Any]]:
@@ -89,22 +81,3 @@ def test_a_pair_is_as_long_as_its_longer_answer(tmp_path: Path, tokenizer: Any) 
     rows = [{"prompt": "?", "chosen": "1", "rejected": "1" * n} for n in (1, 2, 3)]
     (longest,) = {len(load(tmp_path, tokenizer, rows[1])[0]["pair"][1]["input_ids"])}
     assert len(load(tmp_path, tokenizer, *rows, max_length=longest)) == 2
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_ranks_get_whole_pairs(tmp_path: Path, tokenizer: Any, world_size: int) -> None:
-    rows = [{"prompt": f"{n}?", "chosen": f"{n}", "rejected": f"not {n}"} for n in range(8)]
-    loader = PromptLoader(load(tmp_path, tokenizer, *rows), 4, shuffle=False)
-    shares = [
-        next(pair_batches(PromptLoader(loader.dataset, 4, shuffle=False), 0, rank, world_size))
-        for rank in range(world_size)
-    ]
-    seen = set()
-    for share in shares:
-        texts = [
-            tokenizer.decode(ids[mask.bool()]) for ids, mask in zip(share["input_ids"], share["loss_mask"], strict=True)
-        ]
-        for chosen, rejected in zip(texts[0::2], texts[1::2], strict=True):
-            assert rejected == f"not {chosen}"
-            seen.add(chosen)
-    assert seen == {f"{n}<|end|>" for n in range(4)}

@@ -57,29 +57,6 @@ def test_words_are_merged_and_digits_are_not(tokenizer) -> None:
     assert pieces == ["Mia", " has", " ", "1", "2", "7", " apples"]
 
 
-def test_the_chat_template_is_append_only(tokenizer) -> None:
-    def render(messages, *, generate: bool) -> list[int]:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=generate, return_dict=False)
-
-    messages = [{"role": "system", "content": "Count."}, {"role": "user", "content": "1+1?"}]
-    for answer, question in (("#### 2", "2+2?"), ("#### 4\n", "done?")):
-        prompt = render(messages, generate=True)
-        sampled = [*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        messages += [{"role": "assistant", "content": answer}]
-        assert render(messages, generate=False) == prompt + sampled
-        messages += [{"role": "user", "content": question}]
-        assert render(messages, generate=True)[: len(prompt + sampled)] == prompt + sampled
-    assert tokenizer.decode(render(messages[:2], generate=True)) == (
-        "<|system|>Count.<|end|><|user|>1+1?<|end|><|assistant|>"
-    )
-
-
-def test_without_a_corpus_the_vocabulary_is_bytes(tmp_path) -> None:
-    tokenizer = load_hf_tokenizer(make_tiny_model(tmp_path, layers=1))
-    assert len(tokenizer) == 256 + 5
-    assert len(tokenizer("héllo", add_special_tokens=False)["input_ids"]) == 6
-
-
 @pytest.mark.parametrize("options", [{"hidden": 65}, {"heads": 3}, {"heads": 4, "kv_heads": 3}, {"vocab_size": 100}])
 def test_impossible_shapes_are_refused(tmp_path, options) -> None:
     with pytest.raises(ValueError, match="must"):

@@ -142,7 +142,7 @@ PIECES = (
 @pytest.mark.parametrize("piece", PIECES)
 def test_long_texts_take_linear_time(piece: str) -> None:
     began = time.process_time()
-    for text in (piece * 50_000, "1" + piece * 50_000, "1" + piece * 50_000 + "x"):
+    for text in (piece * 50_000, "1" + piece * 50_000 + "x"):
         reward("#### " + text, "18")
         reward("\\boxed{" + text + "}", "18")
     assert time.process_time() - began < 20.0  # in quadratic time each text takes longer

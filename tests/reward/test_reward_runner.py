@@ -207,18 +207,6 @@ async def test_a_call_that_takes_too_much_memory_is_a_crash_with_that_reason(run
     assert await runner(completions="fine") == 1.0
 
 
-async def test_a_worker_killed_in_the_middle_of_a_call_is_a_crash(runner_of) -> None:
-    runner = runner_of(hangs_in_c, num_workers=1, timeout=30)
-    assert await runner(completions="fine") == 1.0
-    call = asyncio.create_task(failure(runner, completions="hang"))
-    await asyncio.sleep(0.1)
-    (worker,) = runner._pool._all
-    os.kill(worker.process.pid, signal.SIGKILL)
-    error = await call
-    assert error.kind == "crash" and "SIGKILL" in str(error)
-    assert await runner(completions="fine") == 1.0
-
-
 async def test_a_crash_is_seen_at_once_even_if_a_child_holds_the_socket(runner_of, tmp_path) -> None:
     note = tmp_path / "pid"
     error = await failure(runner_of(starts_a_program_and_dies, timeout=120), completions=str(note))

@@ -9,7 +9,6 @@ from typing import Any
 import psutil
 import pytest
 from environments import AsyncCountdown, Countdown, Counter
-from testing_chat_templates import real_tokenizer
 from testing_conversations import SayingEngine, sampled_texts
 
 from arealite.api.cli_args import GenerationHyperparameters
@@ -19,11 +18,6 @@ from arealite.rollout.trajectory import check_trajectory
 from arealite.workflow.env import EnvWorkflow
 
 END = "<|im_end|>"
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return real_tokenizer("Qwen2.5")
 
 
 def says(text: str) -> str:

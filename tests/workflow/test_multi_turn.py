@@ -1,6 +1,5 @@
 import pytest
 from rewards import has_seven
-from testing_chat_templates import real_tokenizer
 from testing_conversations import SayingEngine, sampled_texts
 
 from arealite.api.cli_args import GenerationHyperparameters
@@ -10,11 +9,6 @@ from arealite.workflow.multi_turn import FEEDBACK, MultiTurnWorkflow
 
 DATA = {"messages": [{"role": "user", "content": "How much is 3 + 4?"}]}
 END = "<|im_end|>"
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return real_tokenizer("Qwen2.5")
 
 
 def tries(text: str) -> str:
