@@ -49,3 +49,10 @@ def slow_down(model: PreTrainedModel) -> None:
 def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return copies of all weights by name."""
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def logprobs_by(model: PreTrainedModel, prompt: list[int], output: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """Score an output by the model's own forward."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1)[torch.arange(len(output)), output]

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from testing_lite import slow_down
-from tiny_models import EOS, TEXT_VOCAB, build, config, tokenizer
+from testing_lite import logprobs_by, slow_down
+from tiny_models import EOS, build, config, tokenizer
 from transformers import PreTrainedModel
 
 from arealite.generation import engine as engine_module
@@ -21,7 +21,6 @@ from arealite.generation.request import (
     GenerationRequest,
     GenerationResult,
     SamplingParams,
-    VersionSpan,
 )
 
 Start = Callable[..., GenerationEngine]
@@ -58,18 +57,9 @@ def wait_for_tokens(engine: GenerationEngine, count: int) -> None:
         assert time.monotonic() < deadline
 
 
-def expected_logprobs(
-    model: PreTrainedModel, prompt: list[int], output: list[int], temperature: float = 1.0
-) -> torch.Tensor:
-    """Score the output with Hugging Face's forward."""
-    with torch.inference_mode():
-        logits = model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
-    return (logits / temperature).log_softmax(-1)[torch.arange(len(output)), output]
-
-
 def assert_logprobs(model: PreTrainedModel, one: GenerationRequest, result: GenerationResult) -> None:
     temperature = 1.0 if one.params.greedy else one.params.temperature
-    expected = expected_logprobs(model, list(one.input_ids), result.output_ids, temperature)
+    expected = logprobs_by(model, list(one.input_ids), result.output_ids, temperature)
     assert torch.allclose(torch.tensor(result.logprobs), expected, atol=1e-4)
 
 
@@ -103,10 +93,9 @@ def test_logprobs_of_random_arrivals_equal_the_models_own_forward(start: Start) 
         assert_logprobs(model, one, result)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_random_arrivals_equal_one_by_one(start: Start, deterministic: bool) -> None:
-    engine = start(slots=5, deterministic=deterministic)
-    requests = many_requests(24)
+def test_deterministic_bits_of_random_arrivals_equal_those_one_by_one(start: Start) -> None:
+    engine = start(slots=5, deterministic=True)
+    requests = many_requests(16)
     futures = []
     for i, one in enumerate(requests):
         futures.append(engine.submit(one))
@@ -115,24 +104,20 @@ def test_random_arrivals_equal_one_by_one(start: Start, deterministic: bool) -> 
     together = [future.result(120) for future in futures]
     alone = [run(engine, one)[0] for one in requests]
     for a, b in zip(together, alone):
-        if deterministic:
-            assert (a.output_ids, a.logprobs) == (b.output_ids, b.logprobs)
-        else:  # rounding may flip a token only where a random number hits the border of two tokens
-            assert a.output_ids == b.output_ids
-            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+        assert (a.output_ids, a.logprobs) == (b.output_ids, b.logprobs)
 
 
 def test_interrupted_and_continued_equals_uninterrupted(start: Start) -> None:
     engine = start()
     prompt = [5, 6, 7]
-    [whole] = run(engine, request(prompt, seed=11, max_new_tokens=150))
+    [whole] = run(engine, request(prompt, seed=11, max_new_tokens=100))
     output: list[int] = []
     logprobs: list[float] = []
     interruptions = 0
-    while len(output) < 150:
+    while len(output) < 100:
         before = engine.stats().generated_tokens
-        future = engine.submit(request(prompt + output, seed=11, max_new_tokens=150 - len(output)))
-        enough = min(random.Random(interruptions).randint(1, 25), 150 - len(output))
+        future = engine.submit(request(prompt + output, seed=11, max_new_tokens=100 - len(output)))
+        enough = min(random.Random(interruptions).randint(1, 25), 100 - len(output))
         wait_for_tokens(engine, before + enough)
         engine.pause().result(120)
         part = future.result(120)
@@ -145,40 +130,10 @@ def test_interrupted_and_continued_equals_uninterrupted(start: Start) -> None:
     assert logprobs == pytest.approx(whole.logprobs, abs=1e-4)
 
 
-def test_paused_requests_wait_and_aborted_ones_say_so(start: Start) -> None:
-    engine = start(slots=1)
-    running = engine.submit(request([5], max_new_tokens=250))
-    queued = engine.submit(request([6], max_new_tokens=250))
-    wait_for_tokens(engine, 5)
-    engine.pause().result(120)
-    assert running.result(120).finish_reason == FinishReason("abort", message="Aborted")
-    assert len(running.result().output_ids) >= 5
-    assert queued.result(120).finish_reason == FinishReason("abort", message="Abort before prefill")
-    assert queued.result().output_ids == []
-    held = engine.submit(request([7], max_new_tokens=5))
-    with pytest.raises(TimeoutError):
-        held.result(0.1)
-    assert engine.stats().is_paused and engine.stats().waiting == 1
-    engine.resume().result(120)
-    assert len(held.result(120).output_ids) == 5
-
-
-def test_retracted_requests_finish_as_if_nothing_had_happened(start: Start) -> None:
-    engine = start()
-    one = request([5, 6], seed=4, max_new_tokens=200)
-    [expected] = run(engine, one)
-    future = engine.submit(one)
-    wait_for_tokens(engine, 230)
-    engine.pause("retract").result(120)
-    assert engine.stats().running == 0 and not future.done()
-    engine.resume().result(120)
-    assert future.result(120).output_ids == expected.output_ids
-
-
 def test_an_update_while_generating_stamps_spans_and_uses_no_old_cache(start: Start) -> None:
     engine = start()
     prompt = [5, 6, 7, 8]
-    requests = [request(prompt, seed=i, max_new_tokens=240) for i in range(3)]
+    requests = [request(prompt, seed=i, max_new_tokens=120) for i in range(3)]
     futures = [engine.submit(one) for one in requests]
     wait_for_tokens(engine, 90)
     new = build(config(), seed=5)
@@ -188,23 +143,15 @@ def test_an_update_while_generating_stamps_spans_and_uses_no_old_cache(start: St
     for future in futures:
         result = future.result(120)
         first, second = result.version_spans
-        assert (first.version, first.start, second.version, second.end) == ("0", 0, "1", 240)
-        assert 20 < first.end == second.start < 240
-        scored_by_old = expected_logprobs(old, prompt, result.output_ids)
-        scored_by_new = expected_logprobs(new, prompt, result.output_ids)
+        assert (first.version, first.start, second.version, second.end) == ("0", 0, "1", 120)
+        assert 20 < first.end == second.start < 120
+        scored_by_old = logprobs_by(old, prompt, result.output_ids)
+        scored_by_new = logprobs_by(new, prompt, result.output_ids)
         cut = first.end
         assert torch.allclose(torch.tensor(result.logprobs[:cut]), scored_by_old[:cut], atol=1e-4)
         assert torch.allclose(torch.tensor(result.logprobs[cut:]), scored_by_new[cut:], atol=1e-4)
         assert not torch.allclose(scored_by_old[cut:], scored_by_new[cut:], atol=0.1)
         assert result.version == "1"
-
-
-def test_weights_that_do_not_fit_leave_requests_and_version_alone(start: Start) -> None:
-    engine = start()
-    future = engine.submit(request([5], max_new_tokens=100))
-    with pytest.raises(ValueError, match="missing"):
-        engine.update_weights({}, "1").result(120)
-    assert future.result(120).version_spans == [VersionSpan("0", 0, 100)]
 
 
 def test_context_and_token_limits(start: Start) -> None:
@@ -236,44 +183,6 @@ def test_end_of_sequence_stops_unless_ignored(start: Start) -> None:
         assert result.output_ids.index(EOS) == len(result.output_ids) - 1
     ignoring = run(engine, *(request([5], seed=i, max_new_tokens=100) for i in range(10)))
     assert all(len(result.output_ids) == 100 for result in ignoring)
-
-
-def test_stop_strings_end_a_sequence(start: Start) -> None:
-    engine = start()
-    text_ids = range(2, len(TEXT_VOCAB))
-    [free] = run(engine, request([5], seed=2, max_new_tokens=60))
-    text = tokenizer().decode(free.output_ids)
-    stop = text[20:24]
-    [stopped] = run(engine, request([5], seed=2, max_new_tokens=60, stop=(stop,)))
-    assert stopped.finish_reason == FinishReason("stop", stop)
-    assert stopped.output_ids == free.output_ids[: len(stopped.output_ids)]
-    assert tokenizer().decode(stopped.output_ids[:-1]).find(stop) == -1
-    assert any(token in text_ids for token in stopped.output_ids)
-
-
-@pytest.mark.parametrize(
-    ("one", "reason"),
-    [
-        (request([]), "1 to 255 tokens: got 0"),
-        (request([5] * 256), "got 256"),
-        (request([48]), r"\[0, 48\): got 48"),
-        (request([-1]), "got -1"),
-        (request([5], stop_token_ids=(99,)), "got 99"),
-    ],
-)
-def test_impossible_requests_are_refused(start: Start, one: GenerationRequest, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        start().submit(one)
-
-
-def test_a_cancelled_future_frees_its_slot(start: Start) -> None:
-    engine = start(slots=1)
-    abandoned = engine.submit(request([5], max_new_tokens=250))
-    wait_for_tokens(engine, 3)
-    assert abandoned.cancel()
-    after = engine.submit(request([6], max_new_tokens=3))
-    assert len(after.result(120).output_ids) == 3
-    assert engine.stats().generated_tokens < 200
 
 
 def test_an_error_in_the_forward_pass_fails_everyone_once_and_for_all() -> None:

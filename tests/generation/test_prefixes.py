@@ -104,7 +104,7 @@ def test_nothing_of_older_weights_is_reused(start: Start) -> None:
 
 def test_a_cache_that_outlives_its_weights_serves_no_other_request(start: Start) -> None:
     engine = start(allow_stale_kv=True)
-    running = engine.submit(request(PROMPT, max_new_tokens=300))
+    running = engine.submit(request(PROMPT, max_new_tokens=120))
     wait_for_tokens(engine, 5)
     new = model(seed=5)
     engine.update_weights({name: p.detach() for name, p in new.named_parameters()}, "1").result(120)
@@ -120,7 +120,7 @@ def test_a_cache_that_outlives_its_weights_serves_no_other_request(start: Start)
 
 def test_retracted_requests_without_an_update_keep_what_was_computed(start: Start) -> None:
     engine = start()
-    future = engine.submit(one := request(PROMPT, max_new_tokens=100))
+    future = engine.submit(one := request(PROMPT, max_new_tokens=60))
     wait_for_tokens(engine, 10)
     engine.pause("retract").result(120)
     engine.resume().result(120)
@@ -151,7 +151,7 @@ def test_a_long_prompt_does_not_stop_the_others(start: Start, monkeypatch: pytes
         return prefill(prompts, slots, images, starts)
 
     monkeypatch.setattr(engine._runner, "prefill", record)
-    others = [request([5, token], max_new_tokens=300) for token in range(3)]
+    others = [request([5, token], max_new_tokens=120) for token in range(3)]
     futures = [engine.submit(one) for one in others]
     wait_for_tokens(engine, 10)
     chunks.clear()

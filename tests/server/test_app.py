@@ -11,7 +11,7 @@ import pytest
 import torch
 from aiohttp import web
 from safetensors.torch import save_file
-from testing_lite import slow_down
+from testing_lite import logprobs_by, slow_down
 from testing_ports import held_port
 from tiny_models import EOS, VOCAB_SIZE, build, config, save_qwen3, tokenizer
 from transformers import PreTrainedModel
@@ -24,6 +24,8 @@ from arealite.utils.hf import load_causal_lm
 from arealite.utils.weight_transfer import close_group, join_group, send_bucket
 
 Reply = tuple[int, dict[str, Any]]
+GROUP = {"master_address": "127.0.0.1", "rank_offset": 1, "world_size": 2, "group_name": "g", "backend": "gloo"}
+"""A trainer's rank and this server's."""
 
 
 class Client:
@@ -77,17 +79,16 @@ async def client(model_path: str) -> AsyncIterator[Client]:
     await web_runner.cleanup()
 
 
-def logprobs_by(model: PreTrainedModel, prompt: list[int], output: list[int]) -> list[float]:
-    with torch.inference_mode():
-        logits = model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
-    return logits.log_softmax(-1)[torch.arange(len(output)), output].tolist()
-
-
 def server_logprobs(reply: dict[str, Any]) -> list[float]:
     entries = reply["meta_info"]["output_token_logprobs"]
     assert [entry[1] for entry in entries] == reply["output_ids"]
     assert all(entry[2] is None for entry in entries)
     return [entry[0] for entry in entries]
+
+
+def check_logprobs(model: PreTrainedModel, prompt: list[int], reply: dict[str, Any]) -> None:
+    expected = logprobs_by(model, prompt, reply["output_ids"]).tolist()
+    assert server_logprobs(reply) == pytest.approx(expected, abs=1e-4)
 
 
 async def test_a_reply_has_sglangs_shape_and_the_models_logprobs(client: Client, reference: PreTrainedModel) -> None:
@@ -100,7 +101,7 @@ async def test_a_reply_has_sglangs_shape_and_the_models_logprobs(client: Client,
     }
     status, reply = await client.post("/generate", body)
     assert status == 200
-    assert server_logprobs(reply) == pytest.approx(logprobs_by(reference, prompt, reply["output_ids"]), abs=1e-4)
+    check_logprobs(reference, prompt, reply)
     meta = reply["meta_info"]
     meta.pop("output_token_logprobs")
     assert meta == {
@@ -171,18 +172,12 @@ BAD_REQUESTS: list[tuple[object, str]] = [
     ({"input_ids": [VOCAB_SIZE]}, f"got {VOCAB_SIZE}"),
     ({"input_ids": [-1]}, "got -1"),
     ({"input_ids": ["5"]}, "input_ids.0"),
-    ({"input_ids": [5.0]}, "input_ids.0"),
-    ({"input_ids": [True]}, "input_ids.0"),
-    ({"input_ids": [[5]]}, "input_ids.0"),
-    ({"input_ids": "5"}, "input_ids"),
     ([1, 2], "should be an object"),
     ({"input_ids": [5], "image_data": ["x"]}, "image_data must be left out: got images for a model"),
     ({"input_ids": [5], "stream": True}, "unsupported option"),
     ({"input_ids": [5], "sampling_params": {"beam_width": 3}}, "sampling_params.beam_width"),
     ({"input_ids": [5], "sampling_params": {"temperature": -1}}, "temperature"),
-    ({"input_ids": [5], "sampling_params": {"temperature": "hot"}}, "temperature"),
     ({"input_ids": [5], "sampling_params": {"top_p": 0}}, "top_p"),
-    ({"input_ids": [5], "sampling_params": {"top_p": 1.1}}, "top_p"),
     ({"input_ids": [5], "sampling_params": {"top_k": 0}}, "top_k"),
     ({"input_ids": [5], "sampling_params": {"min_p": 1.1}}, "min_p"),
     ({"input_ids": [5], "return_sampling_mask": True, "sampling_params": {"top_p": 0.9}}, "must have a top_k"),
@@ -199,8 +194,8 @@ NESTED = (b"[" * 100_000, b'{"rid":' * 100_000, b'{"input_ids": ' + b"[" * 100_0
 
 
 async def test_bad_requests_are_refused_and_harm_nobody(client: Client) -> None:
-    alone = await client.generate([5, 6], max_new_tokens=200, sampling_seed=2)
-    victim = asyncio.create_task(client.generate([5, 6], max_new_tokens=200, sampling_seed=2))
+    alone = await client.generate([5, 6], max_new_tokens=120, sampling_seed=2)
+    victim = asyncio.create_task(client.generate([5, 6], max_new_tokens=120, sampling_seed=2))
     for body, message in BAD_REQUESTS:
         status, reply = await client.post("/generate", body)
         assert status == 400, body
@@ -276,19 +271,6 @@ async def test_information(client: Client, model_path: str) -> None:
     assert (info["running"], info["waiting"], info["slots"], info["cache_capacity_tokens"]) == (0, 0, 4, 1024)
 
 
-async def test_update_from_disk(client: Client, tmp_path: Path) -> None:
-    new_path = save_qwen3(tmp_path / "new", seed=5)
-    running = asyncio.create_task(client.generate([5, 6], max_new_tokens=250, sampling_seed=0))
-    await client.wait_for_tokens(30)
-    body = {"model_path": new_path, "weight_version": "1"}
-    assert (await client.post("/update_weights_from_disk", body))[0] == 200
-    reply = await running
-    old_span, new_span = reply["meta_info"]["weight_versions"]
-    assert (old_span["version"], new_span["version"], old_span["end"]) == ("0", "1", new_span["start"])
-    expected = logprobs_by(build(config(), seed=5), [5, 6], reply["output_ids"])[new_span["start"] :]
-    assert server_logprobs(reply)[new_span["start"] :] == pytest.approx(expected, abs=1e-4)
-
-
 async def test_what_is_only_staged_is_served_from_the_next_end_on(client: Client, tmp_path: Path) -> None:
     body = {"model_path": save_qwen3(tmp_path / "new", seed=5), "weight_version": "1", "only_stage": True}
     before = await client.generate([5, 6], max_new_tokens=30, sampling_seed=0)
@@ -299,8 +281,7 @@ async def test_what_is_only_staged_is_served_from_the_next_end_on(client: Client
     assert (await client.post("/end_weight_update"))[0] == 200
     reply = await client.generate([5, 6], max_new_tokens=30, sampling_seed=0)
     assert reply["meta_info"]["weight_version"] == "1"
-    expected = logprobs_by(build(config(), seed=5), [5, 6], reply["output_ids"])
-    assert server_logprobs(reply) == pytest.approx(expected, abs=1e-4)
+    check_logprobs(build(config(), seed=5), [5, 6], reply)
     assert (await client.post("/end_weight_update"))[0] == 400, "it is used once"
 
 
@@ -325,8 +306,7 @@ async def test_a_partial_update_keeps_what_updates_have_brought(client: Client, 
     reply = await client.generate([5, 6], max_new_tokens=30)
     model = build(config(), seed=5)
     model.load_state_dict(mixed, strict=False)
-    expected = logprobs_by(model, [5, 6], reply["output_ids"])
-    assert server_logprobs(reply) == pytest.approx(expected, abs=1e-4)
+    check_logprobs(model, [5, 6], reply)
     assert (await client.post("/update_weights_from_disk", part | {"fingerprints": None, "is_partial": False}))[
         0
     ] == 400
@@ -357,15 +337,7 @@ class Trainer:
         self.port = held_port()
 
     async def join(self, timeout_s: float = 120.0) -> None:
-        body = {
-            "master_address": "127.0.0.1",
-            "master_port": str(self.port),
-            "rank_offset": 1,
-            "world_size": 2,
-            "group_name": self.name,
-            "backend": "gloo",
-            "timeout_s": timeout_s,
-        }
+        body = GROUP | {"master_port": str(self.port), "group_name": self.name, "timeout_s": timeout_s}
         joining = asyncio.to_thread(join_group, "127.0.0.1", self.port, 0, 2, self.name, timeout_s=timeout_s)
         self.group, (status, reply) = await asyncio.gather(
             joining, self.client.post("/init_weights_update_group", body)
@@ -389,7 +361,7 @@ class Trainer:
 
 
 async def test_update_by_broadcast_again_and_again(client: Client) -> None:
-    for round_number in range(3):
+    for round_number in range(2):
         trainer = Trainer(client, f"group-{round_number}", seed=10 + round_number)
         await trainer.join()
         names = list(trainer.weights)
@@ -402,8 +374,7 @@ async def test_update_by_broadcast_again_and_again(client: Client) -> None:
             assert (await client.post("/end_weight_update"))[0] == 200
             assert (await client.get("/get_model_info"))[1]["weight_version"] == version
         reply = await client.generate([5, 6], max_new_tokens=30)
-        expected = logprobs_by(build(config(), seed=10 + round_number), [5, 6], reply["output_ids"])
-        assert server_logprobs(reply) == pytest.approx(expected, abs=1e-4)
+        check_logprobs(build(config(), seed=10 + round_number), [5, 6], reply)
         assert (await client.post("/destroy_weights_update_group", {"group_name": trainer.name}))[0] == 200
         close_group(trainer.group)
 
@@ -469,14 +440,7 @@ async def test_a_sender_that_leaves_is_an_error_and_the_old_weights_stay(client:
 
 
 async def test_joining_nobody_ends_at_the_deadline(client: Client) -> None:
-    body = {
-        "master_address": "127.0.0.1",
-        "master_port": held_port(),
-        "rank_offset": 1,
-        "world_size": 2,
-        "group_name": "g",
-        "timeout_s": 1.0,
-    }
+    body = GROUP | {"master_port": held_port(), "timeout_s": 1.0}
     status, reply = await asyncio.wait_for(client.post("/init_weights_update_group", body), 120)
     assert status == 400 and "must form within 1 s" in reply["error"]["message"]
     assert (await client.get("/health"))[0] == 200
@@ -484,13 +448,13 @@ async def test_joining_nobody_ends_at_the_deadline(client: Client) -> None:
 
 async def test_a_group_that_does_not_form_keeps_nobody_waiting(client: Client) -> None:
     port = held_port()
-    place = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
-    joining = asyncio.create_task(client.post("/init_weights_update_group", place | {"group_name": "g"}))
+    place = GROUP | {"master_port": port}
+    joining = asyncio.create_task(client.post("/init_weights_update_group", place))
     await asyncio.sleep(0.2)
     async with asyncio.timeout(60):
         assert (await client.post("/begin_weight_update"))[0] == 200
         assert (await client.generate([5, 6], max_new_tokens=2))["output_ids"]
-        status, reply = await client.post("/init_weights_update_group", place | {"group_name": "g"})
+        status, reply = await client.post("/init_weights_update_group", place)
         assert status == 400 and "group_name must be new" in reply["message"]
         assert (await client.post("/destroy_weights_update_group", {"group_name": "g"}))[0] == 200
     assert not joining.done()
@@ -509,8 +473,7 @@ async def test_a_group_that_does_not_form_keeps_nobody_waiting(client: Client) -
     ],
 )
 async def test_a_group_that_can_not_form_is_refused(client: Client, key: str, values: tuple[object, ...]) -> None:
-    place = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "group_name": "g"}
     for value in values:
-        body = place | {"timeout_s": 0.1} | {key: value}
+        body = GROUP | {"master_port": 1, "timeout_s": 0.1, key: value}
         status, reply = await client.post("/init_weights_update_group", body)
         assert status == 400 and reply["message"].startswith(f"{key}: "), value
