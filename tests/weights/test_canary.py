@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import shutil
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from aiohttp import web
 from safetensors.torch import save_file
 from testing_client import in_loop
 from testing_lite import LiteServer, weights_of
-from testing_server import ScriptedServer, serve
+from testing_server import serve
 
 from arealite.api.cli_args import (
     GenerationHyperparameters,
@@ -42,25 +41,18 @@ from arealite.weights.publish import publish_weights
 NAME = "model.layers.1.mlp.up_proj.weight"
 
 
-@pytest.fixture
-def stack() -> Iterator[contextlib.ExitStack]:
-    torch.set_num_threads(1)
-    with contextlib.ExitStack() as exit_stack:
-        yield exit_stack
-
-
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_models.save_qwen3(tmp_path_factory.mktemp("model"), seed=3)
 
 
-def lite(stack: contextlib.ExitStack, seed: int = 3, **options: Any) -> LiteServer:
+def lite(stack: ExitStack, seed: int = 3, **options: Any) -> LiteServer:
     server = LiteServer(tiny_models.build(tiny_models.config(), seed=seed), **options)
     stack.enter_context(serve(server))
     return server
 
 
-def connect(stack: contextlib.ExitStack, *servers: Any, **config: Any) -> RemoteSGLangEngine:
+def connect(stack: ExitStack, *servers: Any, **config: Any) -> RemoteSGLangEngine:
     """Connect an engine whose `weight_check` is given by keywords that start with `check_`."""
     check = {name.removeprefix("check_"): config.pop(name) for name in list(config) if name.startswith("check_")}
     engine = RemoteSGLangEngine(
@@ -75,7 +67,7 @@ def connect(stack: contextlib.ExitStack, *servers: Any, **config: Any) -> Remote
     return engine
 
 
-def make_actor(stack: contextlib.ExitStack, model_path: str, **changes: Any) -> FSDPPPOActor:
+def make_actor(stack: ExitStack, model_path: str, **changes: Any) -> FSDPPPOActor:
     actor = FSDPPPOActor(
         PPOActorConfig(path=model_path, optimizer=OptimizerConfig(), **{"dtype": "float32", **changes})
     )
@@ -116,7 +108,7 @@ def update(tmp_path: Path, type_: Any, weights: dict[str, torch.Tensor]) -> Weig
 
 
 @pytest.mark.parametrize("type_", ["disk", "nccl"])
-def test_a_bit_that_flips_on_the_way_is_found(stack: contextlib.ExitStack, tmp_path: Path, type_: Any) -> None:
+def test_a_bit_that_flips_on_the_way_is_found(stack: ExitStack, tmp_path: Path, type_: Any) -> None:
     servers = lite(stack), lite(stack)
     engine = connect(stack, *servers)
     before = weights_of(servers[0].model)
@@ -141,7 +133,7 @@ def test_a_bit_that_flips_on_the_way_is_found(stack: contextlib.ExitStack, tmp_p
 
 @pytest.mark.parametrize("type_", ["disk", "nccl"])
 def test_a_warning_lets_the_run_go_on(
-    stack: contextlib.ExitStack, tmp_path: Path, type_: Any, caplog: pytest.LogCaptureFixture
+    stack: ExitStack, tmp_path: Path, type_: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     servers = lite(stack), lite(stack)
     engine = connect(stack, *servers, check_on_mismatch="warn")
@@ -159,22 +151,10 @@ def test_a_warning_lets_the_run_go_on(
     assert engine.metrics()["weights/mismatched_tensors"] == 2
 
 
-def test_only_embedded_servers_are_told_fingerprints(stack: contextlib.ExitStack) -> None:
-    server = ScriptedServer()
-    stack.enter_context(serve(server))
-    for backend, is_on in (("lite", True), ("lite", False), ("sglang", True)):
-        engine = connect(stack, server, backend=backend, check_fingerprint=is_on)
-        meta = WeightUpdateMeta("disk", path="/nowhere", timeout_s=0.2)
-        future = engine.update_weights(meta)
-        assert meta.transfer.wants_fingerprints == (backend == "lite" and is_on)
-        with pytest.raises(WeightUpdateError):
-            future.result(120)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("way", ["broadcast", "disk"])
 def test_a_publication_is_proved_and_logged(
-    stack: contextlib.ExitStack, model_path: str, tmp_path: Path, way: Any, dtype: str
+    stack: ExitStack, model_path: str, tmp_path: Path, way: Any, dtype: str
 ) -> None:
     servers = lite(stack, seed=7), lite(stack, seed=8)
     names = {"experiment_name": "exp", "trial_name": "t", "fileroot": str(tmp_path)}
@@ -185,6 +165,7 @@ def test_a_publication_is_proved_and_logged(
     gap = rollout.metrics()["policy/canary_gap"]
     assert 0 <= gap < (1e-5 if dtype == "float32" else 0.05)
     assert read_weights(tmp_path / "exp" / "t") == {4: actor.fingerprint()}
+    assert not list((tmp_path / "exp" / "t").glob("weight_update*")), "the checkpoint is removed"
     for server in servers:
         assert server.engine.stats().generated_tokens == 8
 
@@ -216,7 +197,7 @@ def swap_behind_our_back(server: LiteServer, version: int) -> None:
 
 
 def test_a_canary_names_the_server_with_other_weights(
-    stack: contextlib.ExitStack, model_path: str, caplog: pytest.LogCaptureFixture
+    stack: ExitStack, model_path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     good, bad = lite(stack), lite(stack)
     actor, rollout = make_actor(stack, model_path), connect(stack, good, bad)
@@ -236,7 +217,7 @@ def test_a_canary_names_the_server_with_other_weights(
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_a_canary_explains_tied_embeddings_on_vllm(stack: contextlib.ExitStack, tmp_path: Path, is_tied: bool) -> None:
+def test_a_canary_explains_tied_embeddings_on_vllm(stack: ExitStack, tmp_path: Path, is_tied: bool) -> None:
     config = tiny_models.config(tie_word_embeddings=is_tied)
     server = LiteServer(tiny_models.build(config, seed=3))
     stack.enter_context(serve(server))
@@ -252,7 +233,7 @@ def test_a_canary_explains_tied_embeddings_on_vllm(stack: contextlib.ExitStack, 
         check_canary(actor, rollout, version=1)
 
 
-def test_a_canary_stops_a_publication_before_versions_advance(stack: contextlib.ExitStack, model_path: str) -> None:
+def test_a_canary_stops_a_publication_before_versions_advance(stack: ExitStack, model_path: str) -> None:
     server = lite(stack)
     actor, rollout = make_actor(stack, model_path), connect(stack, server, check_canary_bound=1e-12)
     with pytest.raises(WeightUpdateError, match=r"within 1e-12 of the trainer's: .* differs by"):
@@ -272,7 +253,7 @@ def test_a_canary_stops_a_publication_before_versions_advance(stack: contextlib.
 
 
 def test_wrong_weights_are_not_sent_again_because_a_joining_server_got_them_too(
-    stack: contextlib.ExitStack, model_path: str, caplog: pytest.LogCaptureFixture
+    stack: ExitStack, model_path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     servers = lite(stack), lite(stack)
     actor, rollout = make_actor(stack, model_path), connect(stack, *servers, check_canary_bound=1e-12)
@@ -282,7 +263,7 @@ def test_wrong_weights_are_not_sent_again_because_a_joining_server_got_them_too(
     assert "a weight update is repeated" not in caplog.text
 
 
-def test_a_canary_notices_another_version(stack: contextlib.ExitStack, model_path: str) -> None:
+def test_a_canary_notices_another_version(stack: ExitStack, model_path: str) -> None:
     server = lite(stack)
     actor, rollout = make_actor(stack, model_path), connect(stack, server)
     publish_weights(actor, rollout, version=1)
@@ -291,7 +272,7 @@ def test_a_canary_notices_another_version(stack: contextlib.ExitStack, model_pat
         check_canary(actor, rollout, version=1)
 
 
-def test_a_canary_uses_the_temperature_of_training_and_can_be_off(stack: contextlib.ExitStack, model_path: str) -> None:
+def test_a_canary_uses_the_temperature_of_training_and_can_be_off(stack: ExitStack, model_path: str) -> None:
     server = lite(stack)
     rollout = connect(stack, server)
     publish_weights(make_actor(stack, model_path, temperature=0.6), rollout, version=1)
@@ -300,7 +281,7 @@ def test_a_canary_uses_the_temperature_of_training_and_can_be_off(stack: context
     check_canary(make_actor(stack, model_path), rollout, version=1)
 
 
-def test_a_server_that_is_gone_is_no_fault_of_its_weights(stack: contextlib.ExitStack, model_path: str) -> None:
+def test_a_server_that_is_gone_is_no_fault_of_its_weights(stack: ExitStack, model_path: str) -> None:
     stays, leaves = lite(stack), LiteServer(tiny_models.build(tiny_models.config(), seed=3))
     with serve(leaves):
         actor, rollout = make_actor(stack, model_path), connect(stack, stays, leaves)
@@ -328,7 +309,7 @@ class UnluckyServer(LiteServer):
         return response
 
 
-def test_a_canary_has_as_many_tries_as_any_request(stack: contextlib.ExitStack, model_path: str) -> None:
+def test_a_canary_has_as_many_tries_as_any_request(stack: ExitStack, model_path: str) -> None:
     server = UnluckyServer(tiny_models.build(tiny_models.config(), seed=3))
     stack.enter_context(serve(server))
     rollout = connect(stack, server)
@@ -336,7 +317,7 @@ def test_a_canary_has_as_many_tries_as_any_request(stack: contextlib.ExitStack, 
     assert server.num_failures == 0 and rollout.metrics()["policy/canary_gap"] < 1e-5
 
 
-def test_a_server_that_started_anew_idles_until_the_next_weights(stack: contextlib.ExitStack, model_path: str) -> None:
+def test_a_server_that_started_anew_idles_until_the_next_weights(stack: ExitStack, model_path: str) -> None:
     stays, leaves = lite(stack), LiteServer(tiny_models.build(tiny_models.config(), seed=3))
     with serve(leaves):
         actor, rollout = make_actor(stack, model_path), connect(stack, stays, leaves)
@@ -356,21 +337,3 @@ def sample(rollout: RemoteSGLangEngine) -> tuple[str, list[int]]:
     gconfig = GenerationHyperparameters(max_new_tokens=4, min_new_tokens=4)
     answer = asyncio.run(rollout.agenerate(ModelRequest([3, 4, 5], gconfig)))
     return answer.server, answer.output_versions
-
-
-def test_canaries_pass_the_gate_that_pauses_episodes(stack: contextlib.ExitStack, model_path: str) -> None:
-    actor, rollout = make_actor(stack, model_path), connect(stack, lite(stack))
-    publish_weights(actor, rollout, version=1)
-    rollout.pause()
-    loop = rollout._require_executor().loop
-    loop.run(_clear(rollout._completions.may_generate))
-    check_canary(actor, rollout, version=1)
-    loop.run(_set(rollout._completions.may_generate))
-
-
-async def _clear(event: asyncio.Event) -> None:
-    event.clear()
-
-
-async def _set(event: asyncio.Event) -> None:
-    event.set()
