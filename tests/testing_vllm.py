@@ -45,21 +45,24 @@ class ScriptedVLLM(ScriptedServer):
     """And says `default` where it said a version."""
     backend: str | None = "arealite"
     """Of its weight transfer; None is a stock server."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """What it says of itself beside that: arguments of `vllm_config`."""
+    lacks: str = ""
+    """An endpoint that it does not have."""
     damaged: set[str] = field(default_factory=set)
     """Tensors that arrive otherwise than they were sent."""
 
     def app(self) -> web.Application:
         scripted = super().app()
         app = web.Application(middlewares=scripted.middlewares)
-        paths = [GENERATE, "/pause"]
+        paths = {GENERATE, "/pause"} - {self.lacks}
 
         async def openapi(_: web.Request) -> web.Response:
             return web.json_response({"paths": {path: {} for path in paths}})
 
         async def server_info(_: web.Request) -> web.Response:
-            return web.json_response(
-                {"vllm_config": vllm_config(backend=self.backend, has_mask_flag=self.has_mask_flag)}
-            )
+            told = vllm_config(backend=self.backend, has_mask_flag=self.has_mask_flag, **self.options)
+            return web.json_response({"vllm_config": told})
 
         app.router.add_get("/health", self._health)
         app.router.add_get("/openapi.json", openapi)

@@ -16,9 +16,9 @@ import torch
 from tensordict import TensorDict
 from testing_lite import LiteServer, slow_down
 from testing_server import serve
+from testing_trainers import PROMPT, train_a_step, trainers_logprobs
 from transformers import AutoModelForCausalLM
 
-from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import (
     GenerationHyperparameters,
     InferenceEngineConfig,
@@ -28,7 +28,7 @@ from arealite.api.cli_args import (
 )
 from arealite.api.config.rollout import ColocatedConfig
 from arealite.api.errors import ConfigError, ServerError
-from arealite.api.io_struct import FinetuneSpec, ModelRequest, ModelResponse, WeightUpdateMeta
+from arealite.api.io_struct import FinetuneSpec, ModelRequest, ModelResponse
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.inference.colocated import ColocatedServer
 from arealite.inference.remote_engine import RemoteInferenceEngine
@@ -36,7 +36,6 @@ from arealite.utils.processes import SERVER_ADDRS_VARIABLE
 from arealite.utils.secret import authorization
 from arealite.weights.publish import publish_weights
 
-PROMPT = [5, 9, 13, 4]
 Pair = tuple[FSDPPPOActor, RemoteInferenceEngine]
 Make = Callable[..., Pair]
 
@@ -73,15 +72,6 @@ def make(model_path: str, tmp_path: Path) -> Iterator[Make]:
         one.destroy()
 
 
-def train_a_step(actor: FSDPPPOActor) -> None:
-    """Move the weights far enough that logprobs tell them apart."""
-    batch = TensorDict(
-        {"input_ids": torch.tensor([[*PROMPT, 7, 8]]), "attention_mask": torch.ones(1, 6, dtype=torch.bool)}, [1]
-    )
-    actor.train()
-    actor.train_batch(batch, lambda logits, mb: logits.dense().log_softmax(-1)[:, 7].mean().neg(), lambda mb: 1.0)
-
-
 def start(rollout: RemoteInferenceEngine, *rids: str, length: int = 7) -> "Future[list[ModelResponse]]":
     gconfig = GenerationHyperparameters(max_new_tokens=length)
 
@@ -89,14 +79,6 @@ def start(rollout: RemoteInferenceEngine, *rids: str, length: int = 7) -> "Futur
         return await asyncio.gather(*(rollout.agenerate(ModelRequest(PROMPT, gconfig, rid=rid)) for rid in rids))
 
     return rollout._require_executor().loop.submit(sample())
-
-
-def trainers_logprobs(actor: FSDPPPOActor, response: ModelResponse) -> list[float]:
-    tokens = response.input_tokens + response.output_tokens
-    batch = TensorDict(
-        {"input_ids": torch.tensor([tokens]), "attention_mask": torch.ones(1, len(tokens), dtype=torch.bool)}, [1]
-    )
-    return actor.compute_logprobs(batch)[0, len(PROMPT) :].tolist()
 
 
 def server_of(rollout: RemoteInferenceEngine) -> ColocatedServer:
@@ -146,30 +128,14 @@ def test_weights_of_another_kind_are_copied(
     """Also again and again: the storage that the server took over the first time is its own, and stays where it is."""
     trainer, rollout = make(actor=actor, lite=lite)
     places = []
-    for version in (1, 2, 3):
+    for version in (1, 2):
         train_a_step(trainer)
         publish_weights(trainer, rollout, version=version)
         check_agreement(trainer, rollout, version, gap)
         are_shared = pointers(trainer, rollout)
         assert any(are_shared) == (num_shared == "some") and not all(are_shared)
         places.append([one.data_ptr() for one in server_of(rollout)._engine._runner.model.parameters()])
-    assert places[0] == places[1] == places[2], "CUDA graphs hold addresses"
-
-
-def test_the_explicit_sequence_shares_too(make: Make) -> None:
-    actor, rollout = make()
-    meta = WeightUpdateMeta.from_fsdp_nccl(AllocationMode.from_str("lite.d1|d1"), actor)
-    for version in (1, 2):
-        train_a_step(actor)
-        rollout.pause()
-        future = rollout.update_weights(meta)
-        actor.upload_weights(meta)
-        future.result(timeout=60)
-        rollout.resume()
-        actor.set_version(version)
-        rollout.set_version(version)
-        assert all(pointers(actor, rollout))
-        check_agreement(actor, rollout, version)
+    assert places[0] == places[1], "CUDA graphs hold addresses"
 
 
 @pytest.mark.parametrize("pause_mode", ["abort", "retract"])
@@ -181,7 +147,7 @@ def test_every_token_has_the_version_of_the_weights_that_sampled_it(
     publish_weights(actor, rollout, version=0)
     engine = server_of(rollout)._engine
     slow_down(engine._runner.model)
-    running = start(rollout, "long", length=240)
+    running = start(rollout, "long", length=120)
     while engine.stats().generated_tokens < 20:
         engine.call(lambda: None).result(60)  # between two steps
     train_a_step(actor)
@@ -192,7 +158,7 @@ def test_every_token_has_the_version_of_the_weights_that_sampled_it(
     publish_weights(actor, rollout, version=1)
     (response,) = running.result(60)
     versions = response.output_versions
-    assert versions == sorted(versions) and set(versions) == {0, 1} and len(versions) == 240
+    assert versions == sorted(versions) and set(versions) == {0, 1} and len(versions) == 120
     first_new = versions.index(1)
     old = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     tokens = torch.tensor([response.input_tokens + response.output_tokens])

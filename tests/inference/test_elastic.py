@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import tiny_models
 import torch
 from aiohttp import web
 from tensordict import TensorDict
+from testing_client import LIMIT_S, in_background, until
 from testing_lite import LiteServer, slow_down
 from testing_registry import RUN, RunningRegistry
 from testing_server import serve
@@ -28,20 +28,18 @@ from arealite.api.errors import WeightUpdateError
 from arealite.api.io_struct import FinetuneSpec
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.inference import weight_update
-from arealite.inference.pool import ServerFacts
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.utils.processes import REGISTRY_VARIABLE
 from arealite.weights.publish import publish_weights
 
 PROMPT = [5, 9, 13, 4]
-LIMIT_S = 120.0
 
 
 class WatchedServer(LiteServer):
     """Notes each call, may die at one, and keeps the versions of the tokens that it sampled."""
 
-    def __init__(self, *, seed: int = 3, dies_at: str = "", **options: Any) -> None:
-        super().__init__(tiny_models.build(tiny_models.config(), seed=seed), **options)
+    def __init__(self, *, seed: int = 3, dies_at: str = "", **config: Any) -> None:
+        super().__init__(tiny_models.build(tiny_models.config(**config), seed=seed))
         self.dies_at = dies_at
         self.sick_at = ""
         self.calls: list[str] = []
@@ -74,13 +72,6 @@ class WatchedServer(LiteServer):
             loop.call_soon_threadsafe(transport.abort)
 
 
-@pytest.fixture
-def stack() -> Iterator[contextlib.ExitStack]:
-    torch.set_num_threads(1)
-    with contextlib.ExitStack() as exit_stack:
-        yield exit_stack
-
-
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_models.save_qwen3(tmp_path_factory.mktemp("model"), seed=3)
@@ -94,12 +85,12 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningRegistry]:
     one.close()
 
 
-def serving(stack: contextlib.ExitStack, **options: Any) -> WatchedServer:
+def serving(stack: ExitStack, **options: Any) -> WatchedServer:
     return stack.enter_context(serve(WatchedServer(**options)))
 
 
 def start(
-    stack: contextlib.ExitStack, model_path: str, num_servers: int, **config: Any
+    stack: ExitStack, model_path: str, num_servers: int, **config: Any
 ) -> tuple[FSDPPPOActor, RemoteInferenceEngine]:
     actor = FSDPPPOActor(PPOActorConfig(path=model_path, dtype="float32", optimizer=OptimizerConfig(lr=0.01)))
     actor.initialize(None, FinetuneSpec(1, 10, 1))
@@ -113,42 +104,12 @@ def start(
     return actor, rollout
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def rows(count: int) -> list[dict[str, Any]]:
     return [{"input_ids": [*PROMPT, 3 + index]} for index in range(count)]
 
 
-class Background:
-    """Runs a call of the trainer's in a thread of its own."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self.outcome: Any = None
-
-        def run() -> None:
-            try:
-                self.outcome = call()
-            except Exception as error:
-                self.outcome = error
-
-        self.thread = threading.Thread(target=run)
-        self.thread.start()
-
-    def result(self) -> Any:
-        self.thread.join(LIMIT_S)
-        assert not self.thread.is_alive()
-        if isinstance(self.outcome, Exception):
-            raise self.outcome
-        return self.outcome
-
-
 def test_a_server_that_joins_gets_the_weights_before_its_first_token(
-    stack: contextlib.ExitStack, registry: RunningRegistry, model_path: str
+    stack: ExitStack, registry: RunningRegistry, model_path: str
 ) -> None:
     """While the trainer waits for a batch; the others go on."""
     first, second = serving(stack), serving(stack, seed=8)
@@ -170,33 +131,33 @@ def test_a_server_that_joins_gets_the_weights_before_its_first_token(
 
 
 def test_nothing_fails_while_the_only_server_starts_anew(
-    stack: contextlib.ExitStack, registry: RunningRegistry, model_path: str
+    stack: ExitStack, registry: RunningRegistry, model_path: str
 ) -> None:
     """Its requests wait, though longer than an episode may take, and go on from their last tokens."""
     registry.put("server-0", (first := serving(stack)).address)
-    actor, rollout = start(stack, model_path, 1, episode_timeout=20.0, request_retries=0)
+    actor, rollout = start(stack, model_path, 1, episode_timeout=8.0, request_retries=0)
     publish_weights(actor, rollout, version=2)
-    pending = Background(
-        lambda: rollout.rollout_batch(rows(40), SamplingWorkflow(max_new_tokens=150, min_new_tokens=150))
-    )
+    slow_down(first.model)
+    workflow = SamplingWorkflow(max_new_tokens=150, min_new_tokens=150)
+    pending = stack.enter_context(in_background(lambda: rollout.rollout_batch(rows(16), workflow)))
     until(lambda: first.engine.stats().generated_tokens > 60)
     registry.drop("server-0")
     until(lambda: not rollout.servers.servers)
     first.engine.pause("abort").result(120)
     until(lambda: first.engine.stats().running == 0)
-    time.sleep(20.5)
+    time.sleep(8.5)
     second = serving(stack, seed=8)
     registry.put("server-0", second.address, life=2)
-    batch = pending.result()
-    assert batch.batch_size[0] == 40 and set(batch["versions"][batch["loss_mask"].bool()].tolist()) == {2}
+    batch = pending.result(LIMIT_S)
+    assert batch.batch_size[0] == 16 and set(batch["versions"][batch["loss_mask"].bool()].tolist()) == {2}
     sampled = first.engine.stats().generated_tokens + second.engine.stats().generated_tokens
-    assert 0 < second.engine.stats().generated_tokens < 40 * 150 + 16
-    assert 0 <= sampled - 40 * 150 <= 2 * 16, "no token was sampled twice; two canaries"
+    assert 0 < second.engine.stats().generated_tokens < 16 * 150 + 16
+    assert 0 <= sampled - 16 * 150 <= 2 * 16, "no token was sampled twice; two canaries"
     assert rollout.metrics().get("rollout/failed_timeout", 0) == 0 and rollout.stats.failed == 0
 
 
 def test_a_server_that_dies_loses_only_what_it_had(
-    stack: contextlib.ExitStack, registry: RunningRegistry, model_path: str
+    stack: ExitStack, registry: RunningRegistry, model_path: str
 ) -> None:
     dies, stays = serving(stack), serving(stack)
     registry.put("server-0", dies.address)
@@ -206,34 +167,35 @@ def test_a_server_that_dies_loses_only_what_it_had(
     for server in (dies, stays):
         server.calls.clear()
         slow_down(server.model)
-    pending = Background(
-        lambda: rollout.rollout_batch(rows(8), SamplingWorkflow(max_new_tokens=150, min_new_tokens=150))
-    )
+    workflow = SamplingWorkflow(max_new_tokens=150, min_new_tokens=150)
+    pending = stack.enter_context(in_background(lambda: rollout.rollout_batch(rows(8), workflow)))
     until(lambda: dies.engine.stats().running == 4 and stays.engine.stats().running == 4)
     dies.kill()
-    assert pending.result().batch_size[0] == 8
+    assert pending.result(LIMIT_S).batch_size[0] == 8
     assert dies.calls.count("/generate") == 4 and stays.calls.count("/generate") == 8
     assert rollout.stats.failed == 0 and rollout.metrics()["servers/live"] == 1
 
 
-@pytest.mark.parametrize("way", ["broadcast", "disk"])
 @pytest.mark.parametrize(
-    "moment",
-    ["/pause_generation", "/init_weights_update_group", "/update_weights_from", "/end_weight_update", "/generate"],
+    ("way", "moment"),
+    [
+        ("disk", "/update_weights_from_disk"),
+        ("disk", "/generate"),
+        ("broadcast", "/pause_generation"),
+        ("broadcast", "/init_weights_update_group"),
+        ("broadcast", "/update_weights_from_distributed"),
+        ("broadcast", "/end_weight_update"),
+    ],
 )
 def test_a_publication_is_done_again_without_who_dies_in_it(
-    stack: contextlib.ExitStack, registry: RunningRegistry, model_path: str, way: str, moment: str, tmp_path: Path
+    stack: ExitStack, registry: RunningRegistry, model_path: str, way: str, moment: str, tmp_path: Path
 ) -> None:
-    if moment == "/update_weights_from":
-        moment += "_disk" if way == "disk" else "_distributed"
-    elif way == "disk" and moment in ("/init_weights_update_group", "/end_weight_update"):
-        pytest.skip("not part of that way")
     stays, dies = serving(stack), serving(stack, dies_at=moment)
     (tmp_path / "runs" / "exp" / "t").mkdir(parents=True)
     registry.put("server-0", stays.address)
     registry.put("server-1", dies.address)
     actor, rollout = start(stack, model_path, 2, weight_update=way, fileroot=str(tmp_path / "runs"))
-    rollout.config.weight_update_timeout = 8.0  # the group of a server that only plays dead stays connected
+    rollout.config.weight_update_timeout = 5.0  # the group of a server that only plays dead stays connected
     publish_weights(actor, rollout, version=1)
     assert dies.is_dead and stays.engine.version == "1"
     batch = rollout.rollout_batch(rows(4), SamplingWorkflow(max_new_tokens=8))
@@ -242,55 +204,20 @@ def test_a_publication_is_done_again_without_who_dies_in_it(
 
 
 def test_a_publication_waits_for_a_server_when_its_last_one_dies(
-    stack: contextlib.ExitStack, registry: RunningRegistry, model_path: str
+    stack: ExitStack, registry: RunningRegistry, model_path: str
 ) -> None:
     dies, comes = serving(stack, dies_at="/begin_weight_update"), serving(stack)
     registry.put("server-0", dies.address)
-    actor, rollout = start(stack, model_path, 1, weight_update_timeout=8.0)
-    pending = Background(lambda: publish_weights(actor, rollout, version=1))
+    actor, rollout = start(stack, model_path, 1, weight_update_timeout=5.0)
+    pending = stack.enter_context(in_background(lambda: publish_weights(actor, rollout, version=1)))
     until(lambda: dies.is_dead)
     registry.put("server-1", comes.address)
-    pending.result()
+    pending.result(LIMIT_S)
     assert comes.engine.version == "1" and rollout.get_version() == 1
 
 
-def test_a_newcomer_that_does_not_fit_is_turned_away(
-    stack: contextlib.ExitStack, registry: RunningRegistry, model_path: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It serves a model of other shapes."""
-    good = serving(stack)
-    registry.put("server-0", good.address)
-    actor, rollout = start(stack, model_path, 1, weight_update_timeout=5.0)
-    publish_weights(actor, rollout, version=1)
-    other = LiteServer(tiny_models.build(tiny_models.config(hidden_size=16), seed=3))
-    stack.enter_context(serve(other))
-    registry.put("server-1", other.address)
-    until(lambda: len(rollout.servers.servers) == 2)
-    batch = rollout.rollout_batch(rows(8), SamplingWorkflow(max_new_tokens=100, min_new_tokens=100))
-    assert batch.batch_size[0] == 8
-    publish_weights(actor, rollout, version=2)
-    assert [one.address for one in rollout.servers.serving] == [good.address]
-    assert f"server {other.address} failed in a weight update and gets none for 5 s" in caplog.text
-    good.dies_at = "/begin_weight_update"
-    rollout.config.setup_timeout = 1.0
-    with pytest.raises(WeightUpdateError):
-        publish_weights(actor, rollout, version=3)
-
-
-def test_servers_that_take_no_broadcast_need_updates_through_the_disk(
-    stack: contextlib.ExitStack, registry: RunningRegistry, model_path: str
-) -> None:
-    server = serving(stack)
-    registry.put("server-0", server.address)
-    actor, rollout = start(stack, model_path, 1)
-    rollout.servers.servers[0].facts = ServerFacts(takes_broadcasts=False)
-    with pytest.raises(WeightUpdateError, match=f"by broadcast: got {server.address}, .* rollout.weight_update=disk"):
-        publish_weights(actor, rollout, version=1)
-    assert "/update_weights_from_disk" not in server.calls
-
-
 def test_a_server_that_fails_in_every_update_ends_the_run_after_setup_timeout(
-    stack: contextlib.ExitStack, registry: RunningRegistry, model_path: str, monkeypatch: pytest.MonkeyPatch
+    stack: ExitStack, registry: RunningRegistry, model_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is always back before `setup_timeout` has passed since its last failure."""
     sick = serving(stack)
@@ -310,15 +237,15 @@ def test_a_server_that_fails_in_every_update_ends_the_run_after_setup_timeout(
     assert sick.engine.version == "2"
 
 
-@pytest.mark.parametrize("moment", ["/begin_weight_update", "/generate"])
+@pytest.mark.parametrize("moment", ["/begin_weight_update", "/generate", "the shapes of its weights"])
 def test_who_can_not_catch_up_is_left_alone_and_the_run_goes_on(
-    stack: contextlib.ExitStack,
+    stack: ExitStack,
     registry: RunningRegistry,
     model_path: str,
     moment: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    good, sick = serving(stack), serving(stack)
+    good, sick = serving(stack), serving(stack) if moment.startswith("/") else serving(stack, hidden_size=16)
     registry.put("server-0", good.address)
     actor, rollout = start(stack, model_path, 1)
     publish_weights(actor, rollout, version=1)
@@ -328,14 +255,15 @@ def test_who_can_not_catch_up_is_left_alone_and_the_run_goes_on(
     workflow = SamplingWorkflow(max_new_tokens=100, min_new_tokens=100)
     for _ in range(2):
         assert rollout.rollout_batch(rows(8), workflow).batch_size[0] == 8
-    assert sum("gets none for 5 s" in line for line in caplog.messages) == 1, "no hot loop"
+    told = f"server {sick.address} failed in a weight update and gets none for 5 s"
+    assert sum(told in line for line in caplog.messages) == 1, "no hot loop"
     assert rollout.stats.failed == 0 and [one.address for one in rollout.servers.serving] == [good.address]
     publish_weights(actor, rollout, version=2)
     assert [one.address for one in rollout.servers.serving] == [good.address], "it may not end the run either"
 
 
 def test_a_server_that_may_hold_half_of_the_weights_is_no_newcomer(
-    stack: contextlib.ExitStack, registry: RunningRegistry, model_path: str
+    stack: ExitStack, registry: RunningRegistry, model_path: str
 ) -> None:
     """A newcomer of another shape tears the update of servers that do not keep their old weights."""
     good = serving(stack)
@@ -343,38 +271,14 @@ def test_a_server_that_may_hold_half_of_the_weights_is_no_newcomer(
     actor, rollout = start(stack, model_path, 1, weight_update_timeout=5.0)
     rollout._backend.keeps_old_weights = False
     publish_weights(actor, rollout, version=1)
-    other = LiteServer(tiny_models.build(tiny_models.config(hidden_size=16), seed=3))
-    stack.enter_context(serve(other))
-    registry.put("server-1", other.address)
+    registry.put("server-1", serving(stack, hidden_size=16).address)
     until(lambda: len(rollout.servers.servers) == 2)
     publish_weights(actor, rollout, version=2)
     assert [(one.address, one.version) for one in rollout.servers.serving] == [(good.address, 2)]
 
 
-def test_a_sender_that_fails_is_not_asked_again(
-    stack: contextlib.ExitStack,
-    registry: RunningRegistry,
-    model_path: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    (tmp_path / "runs" / "exp" / "t").mkdir(parents=True)
-    registry.put("server-0", serving(stack).address)
-    actor, rollout = start(stack, model_path, 1, weight_update="disk", fileroot=str(tmp_path / "runs"))
-    attempts = []
-
-    def fail(*_: object) -> None:
-        attempts.append(1)
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("arealite.engine.fsdp_weights.publish_folder", fail)
-    with pytest.raises(WeightUpdateError, match="No space left"):
-        publish_weights(actor, rollout, version=1)
-    assert len(attempts) == 1
-
-
 def test_nobody_catches_up_with_weights_that_were_trained_since(
-    stack: contextlib.ExitStack, registry: RunningRegistry, model_path: str
+    stack: ExitStack, registry: RunningRegistry, model_path: str
 ) -> None:
     registry.put("server-0", serving(stack).address)
     actor, rollout = start(stack, model_path, 1, weight_check=WeightCheckConfig(fingerprint=False))
@@ -388,27 +292,11 @@ def test_nobody_catches_up_with_weights_that_were_trained_since(
     assert new.engine.version != "1" and len(rollout.servers.joining) == 1
 
 
-def test_more_run_at_once_when_servers_join_in_the_middle_of_a_batch(
-    stack: contextlib.ExitStack, registry: RunningRegistry, model_path: str
-) -> None:
-    registry.put("server-0", serving(stack).address)
-    actor, rollout = start(stack, model_path, 1, max_concurrent_rollouts=8)
-    publish_weights(actor, rollout, version=1)
-    registry.drop("server-0")
-    until(lambda: not rollout.servers.servers)
-    workflow = SamplingWorkflow(max_new_tokens=100, min_new_tokens=100)
-    pending = Background(lambda: rollout.rollout_batch(rows(16), workflow))
-    slow_down((second := serving(stack)).model)
-    registry.put("server-0", second.address, life=2)
-    until(lambda: second.engine.stats().running > 4)
-    assert pending.result().batch_size[0] == 16
-
-
 def sample_twice(test: Connection, model_path: str, registry: str) -> None:
     """A rank that reports the publication and what it got of two batches."""
     torch.set_num_threads(1)
     os.environ[REGISTRY_VARIABLE] = registry
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         actor, rollout = start(stack, model_path, 1)
         publish_weights(actor, rollout, version=3)
         test.send("published")

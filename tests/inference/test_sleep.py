@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import testing_client
+from testing_client import publish_from_disk
 from testing_server import ScriptedServer, logprob_at, serve, token_at
 from testing_vllm import GENERATE, ScriptedVLLM
 from testing_workflows import SamplingWorkflow
@@ -45,13 +46,7 @@ def connected(*servers: ScriptedServer, **config: Any) -> Iterator[RemoteInferen
 
 
 def update(engine: RemoteInferenceEngine, folder: Path, version: int) -> None:
-    """Publish weights through the disk, as `publish_weights` does."""
-    folder.mkdir()
-    (folder / "weights").write_text(str(version))
-    meta = WeightUpdateMeta("disk", path=str(folder), version=version, timeout_s=60.0)
-    received = engine.update_weights(meta)
-    meta.transfer.uploaded.set_result(None)
-    received.result(120)
+    publish_from_disk(engine, folder, version)
     engine.set_version(version)
 
 
@@ -74,10 +69,8 @@ def test_memory_is_given_back_between_a_batch_and_the_publication_of_its_update(
     """Completions in flight wait meanwhile, and then continue with the new weights, each token with its version."""
     servers = kind(holds_at=10), kind(holds_at=10)
     with connected(*servers) as engine:
-        pending: list[ModelResponse] = []
-        threads = [threading.Thread(target=lambda: pending.append(generate(engine))) for _ in range(4)]
-        for thread in threads:
-            thread.start()
+        pool = ThreadPoolExecutor(4)
+        pending = [pool.submit(generate, engine) for _ in range(4)]
         for version in (1, 2):
             for server in servers:
                 server.wait_until_held(2)
@@ -93,9 +86,8 @@ def test_memory_is_given_back_between_a_batch_and_the_publication_of_its_update(
                 assert calls(server) == [*sleeps, *wakes] and not server.asleep
                 assert len(server.requests) >= asked
                 server.calls.clear()
-        for thread in threads:
-            thread.join()
-    for response in pending:
+        responses = [one.result(120) for one in pending]
+    for response in responses:
         assert response.num_interrupts == 2 and set(response.output_versions) == {0, 1, 2}
         assert response.output_versions == sorted(response.output_versions)
         triples = zip(response.output_tokens, range(3, 43), response.output_versions, strict=True)
@@ -103,7 +95,7 @@ def test_memory_is_given_back_between_a_batch_and_the_publication_of_its_update(
     if kind is ScriptedServer:
         seeds = {one["sampling_params"]["sampling_seed"] for server in servers for one in server.requests}
         expected = sorted([token_at(seed, position) for position in range(3, 43)] for seed in seeds)
-        assert sorted(response.output_tokens for response in pending) == expected
+        assert sorted(response.output_tokens for response in responses) == expected
 
 
 def test_a_batch_comes_when_the_servers_sleep_and_no_other_before_the_publication(tmp_path: Path) -> None:

@@ -4,18 +4,18 @@ prefix. Version v has random weights of its own, so a wrong version or a key cac
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import threading
-import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from testing_lite import LiteServer, slow_down, weights_of
+from testing_client import in_background, until
+from testing_lite import LiteServer, logprobs_by, slow_down, weights_of
 from testing_server import serve
 from tiny_models import build, config
 from transformers import DynamicCache, PreTrainedModel
@@ -42,30 +42,18 @@ def checkpoints(models: list[PreTrainedModel], tmp_path_factory: pytest.TempPath
     return [str(folder) for folder in folders]
 
 
-@pytest.fixture
-def stack() -> Iterator[contextlib.ExitStack]:
-    with contextlib.ExitStack() as exit_stack:
-        yield exit_stack
-
-
-def start(stack: contextlib.ExitStack, *, allow_stale_kv: bool = False) -> LiteServer:
+def start(stack: ExitStack, *, allow_stale_kv: bool = False) -> LiteServer:
     server = LiteServer(build(config(eos_token_id=None), seed=40), slots=4, allow_stale_kv=allow_stale_kv)
     stack.enter_context(serve(server))
     return server
 
 
-def connect(stack: contextlib.ExitStack, *servers: LiteServer) -> RemoteSGLangEngine:
+def connect(stack: ExitStack, *servers: LiteServer, **config: Any) -> RemoteSGLangEngine:
     addresses = [server.address for server in servers]
-    engine = RemoteSGLangEngine(InferenceEngineConfig(server_addrs=addresses, backend="lite"))
+    engine = RemoteSGLangEngine(InferenceEngineConfig(server_addrs=addresses, backend="lite", **config))
     engine.initialize(None, None)
     stack.callback(engine.destroy)
     return engine
-
-
-def logprobs_by(model: PreTrainedModel, prompt: list[int], output: list[int]) -> torch.Tensor:
-    with torch.inference_mode():
-        logits = model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
-    return logits.log_softmax(-1)[torch.arange(len(output)), output]
 
 
 def check_versions(models: list[PreTrainedModel], response: ModelResponse) -> None:
@@ -78,10 +66,7 @@ def check_versions(models: list[PreTrainedModel], response: ModelResponse) -> No
 
 def wait_for_tokens(server: LiteServer, count: int) -> None:
     """Return once a server has sampled so many."""
-    deadline = time.monotonic() + 120
-    while server.engine.stats().generated_tokens < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until(lambda: server.engine.stats().generated_tokens >= count)
 
 
 def change_at_random(server: LiteServer, checkpoints: list[str], rng: random.Random) -> None:
@@ -97,9 +82,9 @@ def change_at_random(server: LiteServer, checkpoints: list[str], rng: random.Ran
             server.post("/continue_generation")
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_versions_are_exact_on_two_servers_that_change_at_different_moments(
-    stack: contextlib.ExitStack, models: list[PreTrainedModel], checkpoints: list[str], seed: int
+    stack: ExitStack, models: list[PreTrainedModel], checkpoints: list[str], seed: int
 ) -> None:
     rng = random.Random(seed)
     servers = start(stack), start(stack)
@@ -151,15 +136,14 @@ def stale_logprobs(
 
 
 def test_tokens_on_older_keys_are_counted(
-    stack: contextlib.ExitStack, models: list[PreTrainedModel], checkpoints: list[str]
+    stack: ExitStack, models: list[PreTrainedModel], checkpoints: list[str]
 ) -> None:
     server = start(stack, allow_stale_kv=True)
     slow_down(server.model)
     engine = connect(stack, server)
     prompt = [5, 6, 7]
     request = ModelRequest(prompt, GenerationHyperparameters(max_new_tokens=200))
-    with ThreadPoolExecutor(1) as pool:
-        pending = pool.submit(lambda: asyncio.run(engine.agenerate(request)))
+    with in_background(lambda: asyncio.run(engine.agenerate(request))) as pending:
         wait_for_tokens(server, 50)
         server.post("/pause_generation", mode="in_place")
         server.post("/update_weights_from_disk", model_path=checkpoints[1], weight_version="1")
@@ -177,39 +161,15 @@ def test_tokens_on_older_keys_are_counted(
     assert engine.metrics()["rollout/stale_kv_tokens"] == 200 - num_old
 
 
-def test_a_cache_dropped_by_a_pause_is_stale_no_more(
-    stack: contextlib.ExitStack, models: list[PreTrainedModel], checkpoints: list[str]
+@pytest.mark.parametrize("pause_mode", ["abort", "retract", "in_place"])
+def test_the_pause_mode_says_what_becomes_of_requests_in_flight(
+    stack: ExitStack, models: list[PreTrainedModel], tmp_path: Path, pause_mode: PauseMode
 ) -> None:
     server = start(stack, allow_stale_kv=True)
     slow_down(server.model)
-    engine = connect(stack, server)
-    request = ModelRequest([5, 6, 7], GenerationHyperparameters(max_new_tokens=200))
-    with ThreadPoolExecutor(1) as pool:
-        pending = pool.submit(lambda: asyncio.run(engine.agenerate(request)))
-        wait_for_tokens(server, 30)
-        server.post("/pause_generation", mode="retract")
-        server.post("/update_weights_from_disk", model_path=checkpoints[1], weight_version="1")
-        server.post("/continue_generation")
-        response = pending.result(120)
-    assert set(response.output_versions) == {0, 1}
-    check_versions(models, response)
-    assert engine.metrics()["rollout/stale_kv_tokens"] == 0
-
-
-@pytest.mark.parametrize("pause_mode", ["abort", "retract", "in_place"])
-def test_the_pause_mode_says_what_becomes_of_requests_in_flight(
-    stack: contextlib.ExitStack, models: list[PreTrainedModel], tmp_path: Path, pause_mode: PauseMode
-) -> None:
-    server = start(stack, allow_stale_kv=pause_mode == "in_place")
-    slow_down(server.model)
-    engine = RemoteSGLangEngine(
-        InferenceEngineConfig(server_addrs=[server.address], backend="lite", pause_mode=pause_mode)
-    )
-    engine.initialize(None, None)
-    stack.callback(engine.destroy)
+    engine = connect(stack, server, pause_mode=pause_mode)
     request = ModelRequest([5, 6, 7], GenerationHyperparameters(max_new_tokens=240))
-    with ThreadPoolExecutor(1) as pool:
-        pending = pool.submit(lambda: asyncio.run(engine.agenerate(request)))
+    with in_background(lambda: asyncio.run(engine.agenerate(request))) as pending:
         wait_for_tokens(server, 30)
         meta = WeightUpdateMeta("disk", path=str(tmp_path / "w"), timeout_s=120.0)
         future = engine.update_weights(meta)

@@ -1,0 +1,3 @@
+from testing_client import stack
+
+__all__ = ["stack"]
