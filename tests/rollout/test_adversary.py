@@ -8,7 +8,6 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,8 +61,8 @@ class Run:
             self.train(self.executor.wait(min(num_pending, self.executor.config.consumer_batch_size)))
 
 
-@pytest.mark.parametrize("eta", [0, 1, 2, 3])
 @given(
+    eta=st.integers(0, 3),
     seed=st.integers(0, 2**32),
     batch_size=st.integers(1, 4),
     num_rows=st.integers(1, 5),

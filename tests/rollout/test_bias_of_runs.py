@@ -24,7 +24,7 @@ from arealite.rollout.account.audit import Bias, audit
 from arealite.rollout.prompts import SampleRecord, current_episode
 
 _SHORTEST, _SPREAD = 50, 20
-_STEPS, _BATCH = 60, 16
+_STEPS, _BATCH = 40, 16
 
 
 class VirtualTime(Adversary):

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from multiprocessing.connection import Connection
-from typing import Any
 
 import pytest
 import testing_forks
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
-from testing_workflows import SamplingWorkflow
 
-from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import EpisodeError
-from arealite.api.workflow_api import RolloutWorkflow
-from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.rollout.collective import RankZeroExchange
 from arealite.utils import stop
 from arealite.utils.distributed import agreed
@@ -56,6 +50,8 @@ def run_rank(test: Connection) -> None:
             return name
 
         def split(name: str, num_ranks: int) -> list[str]:
+            if name == "step 2":
+                raise KeyError("group_index")
             return [f"{name} part {part} of {num_ranks}" for part in range(num_ranks)]
 
         return exchange.share(collect, split, callback)
@@ -66,7 +62,7 @@ def run_rank(test: Connection) -> None:
     for step in range(7):
         try:
             outcomes.append(share(f"step {step}", calls_back=2 < step < 6, fails=step == 1))
-        except (ArithmeticError, EpisodeError, stop.RunStopped) as error:
+        except (ArithmeticError, KeyError, EpisodeError, stop.RunStopped) as error:
             outcomes.append(f"{type(error).__name__}: {error}")
     outcomes.append(called)
     test.send(outcomes)
@@ -80,35 +76,13 @@ def test_every_rank_gets_its_part_or_the_error_of_rank_0() -> None:
         assert [rank.end() for rank in ranks] == [0, 0]
     for rank in range(WORLD_SIZE):
         assert outcomes[rank][0] == f"step 0 part {rank} of 2"
-        assert outcomes[rank][2] == f"step 2 part {rank} of 2"
+        assert "KeyError: 'group_index'" in outcomes[rank][2], "what can't be split fails on every rank"
         assert outcomes[rank][3] == f"step 3 part {rank} of 2" and outcomes[rank][5] == f"step 5 part {rank} of 2"
         assert "ArithmeticError: this one fails" in outcomes[rank][4]
         assert outcomes[rank][6].startswith("RunStopped: 1"), "every rank stops, whichever got the signal"
         assert outcomes[rank][7] == [3.0, 3.0, 3.0]
     assert outcomes[0][1] == "ZeroDivisionError: no rollouts today"
     assert "rank 0" in outcomes[1][1] and "ZeroDivisionError: no rollouts today" in outcomes[1][1]
-
-
-class BatchWithoutGroups:
-    """Collects what can't be split over ranks."""
-
-    def run_all(self, rows: list[dict[str, Any]], workflow: RolloutWorkflow) -> TensorDict:
-        return TensorDict({"input_ids": torch.ones(1, 3)}, [1])
-
-
-def split_what_has_no_groups(test: Connection) -> None:
-    dist.init_process_group("gloo")
-    engine = RemoteInferenceEngine(InferenceEngineConfig(backend="lite"))
-    engine._rollouts = BatchWithoutGroups  # type: ignore[method-assign, assignment]
-    with pytest.raises((KeyError, EpisodeError)) as info:
-        engine.rollout_batch([], SamplingWorkflow())
-    test.send(str(info.value))
-
-
-def test_a_batch_that_can_not_be_split_fails_on_every_rank() -> None:
-    with testing_forks.two_ranks(split_what_has_no_groups) as ranks:
-        assert all("group_index" in rank.receive() for rank in ranks)
-        assert [rank.end() for rank in ranks] == [0, 0]
 
 
 def test_alone_it_is_a_plain_call() -> None:

@@ -46,12 +46,6 @@ def test_a_run_of_several_rows_is_one_sample() -> None:
     assert (metrics["completion_tokens"], metrics["truncated_ratio"]) == (5.0, 0.75)
 
 
-def test_metrics_of_the_workflow_are_averaged_per_prompt() -> None:
-    batch = batch_of([[1.0] * 4, [0.0]])
-    batch["turns"] = torch.tensor([1, 1, 2, 2, 4])
-    assert evaluation_metrics(batch, num_prompts=2)["turns"] == 2.75
-
-
 def test_a_metric_of_the_workflow_is_not_taken_for_ours() -> None:
     batch = batch_of([[2.5], [0.5]])
     batch["accuracy"], batch["accuracy_strict"] = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])

@@ -7,7 +7,6 @@ import contextlib
 import inspect
 import itertools
 import os
-import random
 import re
 import signal
 import threading
@@ -32,7 +31,6 @@ from arealite.api.errors import (
     ParseError,
     RewardError,
     ServerError,
-    TrajectoryError,
     UnreachableError,
 )
 from arealite.api.io_struct import ModelRequest, PromptId
@@ -47,10 +45,11 @@ from arealite.utils import stop
 from arealite.utils.tensors import concat_padded_tensors
 
 Row = dict[str, Any]
+Start = Callable[..., IdleEngine]
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., IdleEngine]]:
+def start() -> Iterator[Start]:
     torch.set_num_threads(1)
     engines: list[IdleEngine] = []
 
@@ -75,23 +74,7 @@ def prompts_of(batch: TensorDict) -> list[int]:
 # Batches
 
 
-@pytest.mark.parametrize("eta", [0, 1, 3])
-def test_staleness_of_every_token_is_bounded_with_stragglers(start: Callable[..., IdleEngine], eta: int) -> None:
-    engine = start(consumer_batch_size=4, max_head_offpolicyness=eta, max_concurrent_rollouts=64)
-    rng = random.Random(eta)
-    loader = ([{"delay_s": 0.08 if rng.random() < 0.3 else 0.0}] * 3 for _ in itertools.count())
-    seen: list[tuple[int, int]] = []
-    for version in range(12):
-        batch = engine.executor.prepare_batch(loader, WaitingWorkflow())
-        versions = batch["versions"][batch["loss_mask"].bool()]
-        assert version - versions.min() <= eta and versions.max() <= version
-        assert batch["group_index"].tolist() == [0, 1, 2, 3]
-        seen += [(version, prompt) for prompt in prompts_of(batch)]
-        engine.set_version(version + 1)
-    assert len(seen) == 48
-
-
-def test_synchronous_batches_are_the_data_in_order(start: Callable[..., IdleEngine]) -> None:
+def test_synchronous_batches_are_the_data_in_order(start: Start) -> None:
     engine = start(consumer_batch_size=3, max_head_offpolicyness=0)
     data = [rows(2, first) for first in (0, 2, 4)]
     for version, expected in enumerate([[0, 1, 2], [3, 4, 5], [0, 1, 2]]):
@@ -101,7 +84,7 @@ def test_synchronous_batches_are_the_data_in_order(start: Callable[..., IdleEngi
         engine.set_version(version + 1)
 
 
-def test_rows_without_a_name_get_pass_and_index(start: Callable[..., IdleEngine]) -> None:
+def test_rows_without_a_name_get_pass_and_index(start: Start) -> None:
     engine = start(consumer_batch_size=3, max_head_offpolicyness=0)
     workflow, data = WaitingWorkflow(), [[{"a": 1}], [{"a": 2}]]
     engine.executor.prepare_batch(data, workflow)
@@ -109,20 +92,7 @@ def test_rows_without_a_name_get_pass_and_index(start: Callable[..., IdleEngine]
     assert data == [[{"a": 1}], [{"a": 2}]], "the caller's rows are not changed"
 
 
-def test_rejected_episodes_are_replaced(start: Callable[..., IdleEngine]) -> None:
-    engine = start(consumer_batch_size=4, max_head_offpolicyness=1)
-    batch = engine.executor.prepare_batch(
-        (rows(5, first) for first in itertools.count(0, 5)),
-        WaitingWorkflow(
-            lambda engine, row: None if row["prompt_id"].index % 2 else waiting_trajectory(row["prompt_id"].index, 0)
-        ),
-        should_accept=lambda one: bool(one["rewards"][0] % 4 == 0),
-    )
-    assert prompts_of(batch) == [0, 4, 8, 12]
-    assert engine.executor.stats.rejected >= 9 and engine.executor.stats.failed == 0
-
-
-def test_a_batch_beyond_the_bound_is_refused_instead_of_hanging(start: Callable[..., IdleEngine]) -> None:
+def test_a_batch_beyond_the_bound_is_refused_instead_of_hanging(start: Start) -> None:
     engine = start(consumer_batch_size=2, max_head_offpolicyness=1)
     loader = [rows(4)]
     engine.executor.prepare_batch(loader, WaitingWorkflow())
@@ -133,7 +103,7 @@ def test_a_batch_beyond_the_bound_is_refused_instead_of_hanging(start: Callable[
     engine.executor.prepare_batch(loader, WaitingWorkflow())
 
 
-def test_errors_of_the_dataloader_reach_the_caller(start: Callable[..., IdleEngine]) -> None:
+def test_errors_of_the_dataloader_reach_the_caller(start: Start) -> None:
     engine = start(consumer_batch_size=2)
 
     def broken() -> Iterator[list[Row]]:
@@ -149,19 +119,21 @@ def test_errors_of_the_dataloader_reach_the_caller(start: Callable[..., IdleEngi
         assert isinstance(caught.value.__cause__, OSError)
 
 
-def test_a_dataloader_without_rows_is_refused(start: Callable[..., IdleEngine]) -> None:
-    with pytest.raises(ValueError, match="must yield rows"):
-        start().executor.prepare_batch([], WaitingWorkflow())
+@pytest.mark.parametrize(
+    ("loader", "told"),
+    [
+        ([], "must yield rows"),
+        ([{"question": ["a", "b"]}], r"rows must come as a list of dicts: got one that is 'question'\."),  # as torch's
+        ([["question"]], r"rows must come as a list of dicts: got one that is 'question'\."),
+        ([[{"prompt_id": "0012ab"}]], "the column prompt_id of a row must be a PromptId: got '0012ab'. Rename"),
+    ],
+)
+def test_what_yields_no_rows_is_refused(start: Start, loader: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        start().executor.prepare_batch(loader, WaitingWorkflow())
 
 
-@pytest.mark.parametrize("batch", [{"question": ["a", "b"]}, ["question"]])
-def test_rows_that_are_no_dicts_are_refused(start: Callable[..., IdleEngine], batch: Any) -> None:
-    """A DataLoader of torch makes one dict of all rows unless it is told otherwise."""
-    with pytest.raises(ValueError, match=r"rows must come as a list of dicts: got one that is 'question'\."):
-        start().executor.prepare_batch([batch], WaitingWorkflow())
-
-
-def test_a_dataloader_may_note_where_it_is_in_words_of_its_own(start: Callable[..., IdleEngine]) -> None:
+def test_a_dataloader_may_note_where_it_is_in_words_of_its_own(start: Start) -> None:
     """That of torchdata holds the state of a random generator."""
 
     class Loader(list[list[Row]]):
@@ -171,7 +143,7 @@ def test_a_dataloader_may_note_where_it_is_in_words_of_its_own(start: Callable[.
     assert len(start(consumer_batch_size=1).executor.prepare_batch(Loader([rows(1)]), WaitingWorkflow())) == 1
 
 
-def test_a_run_has_one_dataloader(start: Callable[..., IdleEngine]) -> None:
+def test_a_run_has_one_dataloader(start: Start) -> None:
     """Those of two would share names."""
     engine = start(consumer_batch_size=1)
     first = [[{"a": 1}]]
@@ -182,16 +154,7 @@ def test_a_run_has_one_dataloader(start: Callable[..., IdleEngine]) -> None:
     engine.executor.prepare_batch(first, WaitingWorkflow())
 
 
-def test_a_column_named_prompt_id_is_refused(start: Callable[..., IdleEngine]) -> None:
-    engine = start()
-    message = r"the column prompt_id of a row must be a PromptId: got '0012ab'. Rename"
-    with pytest.raises(ValueError, match=message):
-        engine.executor.prepare_batch([[{"prompt_id": "0012ab"}]], WaitingWorkflow())
-    with pytest.raises(ValueError, match=message):
-        engine.executor.submit({"prompt_id": "0012ab"}, WaitingWorkflow())
-
-
-def test_versions_that_passed_without_consuming_drop_the_overdue(start: Callable[..., IdleEngine]) -> None:
+def test_versions_that_passed_without_consuming_drop_the_overdue(start: Start) -> None:
     engine = start(consumer_batch_size=2, max_head_offpolicyness=1, max_concurrent_rollouts=8)
     loader = (rows(2, first) for first in itertools.count(0, 2))
     workflow = WaitingWorkflow()
@@ -206,16 +169,16 @@ def test_versions_that_passed_without_consuming_drop_the_overdue(start: Callable
 # submit and wait
 
 
-def test_wait_takes_the_oldest_first_and_loses_nothing_on_timeout(start: Callable[..., IdleEngine]) -> None:
+def test_wait_takes_the_oldest_first_and_loses_nothing_on_timeout(start: Start) -> None:
     engine = start(consumer_batch_size=4, max_head_offpolicyness=9, max_concurrent_rollouts=4)
     for row in rows(3):
-        engine.executor.submit({**row, "delay_s": 3.0 if row["prompt_id"].index == 1 else 0.0}, WaitingWorkflow())
+        engine.executor.submit({**row, "delay_s": 1.5 if row["prompt_id"].index == 1 else 0.0}, WaitingWorkflow())
     with pytest.raises(TimeoutError, match="got 2 finished, 1 running"):
-        engine.executor.wait(3, timeout=1.0)
+        engine.executor.wait(3, timeout=0.5)
     assert prompts_of(engine.executor.wait(3)) == [0, 1, 2]
 
 
-def test_wait_filters(start: Callable[..., IdleEngine]) -> None:
+def test_wait_filters(start: Start) -> None:
     engine = start(consumer_batch_size=6)
     for row in rows(6):
         engine.executor.submit(row, WaitingWorkflow())
@@ -225,7 +188,7 @@ def test_wait_filters(start: Callable[..., IdleEngine]) -> None:
         engine.executor.wait(1)
 
 
-def test_the_queue_is_bounded(start: Callable[..., IdleEngine]) -> None:
+def test_the_queue_is_bounded(start: Start) -> None:
     engine = start(consumer_batch_size=1, queue_size=2)
     engine.executor.pause()
     engine.executor.submit({}, WaitingWorkflow())
@@ -234,7 +197,7 @@ def test_the_queue_is_bounded(start: Callable[..., IdleEngine]) -> None:
         engine.executor.submit({}, WaitingWorkflow())
 
 
-def test_pause_stops_new_episodes_only(start: Callable[..., IdleEngine]) -> None:
+def test_pause_stops_new_episodes_only(start: Start) -> None:
     engine = start(consumer_batch_size=4)
     workflow = WaitingWorkflow()
     engine.executor.submit({"delay_s": 0.05}, workflow)
@@ -264,25 +227,11 @@ def fail_first(error: BaseException, attempts: int) -> WaitingWorkflow:
     return WaitingWorkflow(act)
 
 
-def test_a_failure_is_retried_in_a_fresh_attempt(start: Callable[..., IdleEngine]) -> None:
+def test_a_failure_is_retried_in_a_fresh_attempt(start: Start) -> None:
     engine = start(consumer_batch_size=2)
     batch = engine.executor.prepare_batch([rows(2)], fail_first(OSError("flaky"), 1))
     assert prompts_of(batch) == [0, 1]
     assert engine.executor.stats.failed == 0
-
-
-def test_a_retry_gets_a_fresh_head_version(start: Callable[..., IdleEngine]) -> None:
-    """An episode that fails at version 1 is not due before 1 + eta."""
-    engine = start(consumer_batch_size=1, max_head_offpolicyness=1, max_concurrent_rollouts=4)
-    loader = (rows(1, first, delay_s=0.2 if first == 1 else 0.0) for first in itertools.count())
-    workflow = fail_first(OSError("flaky"), 1)
-    engine.executor.prepare_batch(loader, workflow)
-    engine.set_version(1)
-    for version in range(1, 5):
-        batch = engine.executor.prepare_batch(loader, workflow)
-        assert version - batch["versions"][batch["loss_mask"].bool()].min() <= 1
-        engine.set_version(version + 1)
-        time.sleep(0.05)
 
 
 class SecondPromptFails(WaitingWorkflow):
@@ -297,7 +246,7 @@ class SecondPromptFails(WaitingWorkflow):
         return await super().arun_episode(engine, data)
 
 
-def test_a_batch_that_a_retry_allows_is_taken_at_once(start: Callable[..., IdleEngine]) -> None:
+def test_a_batch_that_a_retry_allows_is_taken_at_once(start: Start) -> None:
     """Prompt 1 is due at version 1 until it fails; then its retry is due at 2."""
     engine = start(consumer_batch_size=1, max_head_offpolicyness=1, max_concurrent_rollouts=4, episode_timeout=30.0)
     loader = (rows(1, first) for first in itertools.count())
@@ -307,7 +256,7 @@ def test_a_batch_that_a_retry_allows_is_taken_at_once(start: Callable[..., IdleE
     assert engine.executor.stats.failed == 0, "the retry still runs"
 
 
-def test_a_retry_is_a_sign_of_life(start: Callable[..., IdleEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_retry_is_a_sign_of_life(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two attempts that time out last longer than one may stall."""
     monkeypatch.setattr(executor_module, "_GRACE_S", 1.4)
     engine = start(consumer_batch_size=1, episode_timeout=1.5, episode_retries=2)
@@ -320,9 +269,7 @@ def test_a_retry_is_a_sign_of_life(start: Callable[..., IdleEngine], monkeypatch
     assert prompts_of(engine.executor.prepare_batch([rows(1, first=5)], ThirdTimeLucky())) == [5]
 
 
-def test_a_wait_without_any_sign_of_life_gives_up(
-    start: Callable[..., IdleEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_without_any_sign_of_life_gives_up(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor_module, "_GRACE_S", 0.1)
     engine = start(consumer_batch_size=1, episode_timeout=0.1)
     engine.executor.pause()
@@ -332,7 +279,7 @@ def test_a_wait_without_any_sign_of_life_gives_up(
 
 @pytest.mark.parametrize("call", ["prepare_batch", "run_all"])
 def test_a_wait_does_not_give_up_while_an_attempt_has_time(
-    start: Callable[..., IdleEngine], monkeypatch: pytest.MonkeyPatch, call: str
+    start: Start, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """Its clock may have stood still for want of servers, so that it ends later than it would have."""
     monkeypatch.setattr(executor_module, "_GRACE_S", -599.9)
@@ -345,7 +292,7 @@ def test_a_wait_does_not_give_up_while_an_attempt_has_time(
     assert prompts_of(batch) == [0]
 
 
-def test_an_attempt_has_sampling_seeds_of_its_own(start: Callable[..., IdleEngine]) -> None:
+def test_an_attempt_has_sampling_seeds_of_its_own(start: Start) -> None:
     """Else a retry would draw the tokens that failed once more."""
     engine = start(consumer_batch_size=1, seed=3)
     seeds: list[int] = []
@@ -368,7 +315,7 @@ def test_an_attempt_has_sampling_seeds_of_its_own(start: Callable[..., IdleEngin
         assert len(set(seeds)) == 4
 
 
-def test_a_retry_waits_while_paused(start: Callable[..., IdleEngine]) -> None:
+def test_a_retry_waits_while_paused(start: Start) -> None:
     engine = start(consumer_batch_size=1)
     workflow = fail_first(OSError("flaky"), 1)
     engine.executor.submit({"delay_s": 0.1}, workflow)
@@ -382,7 +329,7 @@ def test_a_retry_waits_while_paused(start: Callable[..., IdleEngine]) -> None:
 
 
 @pytest.mark.parametrize("error", [ContextOverflowError("no"), ExceptionGroup("tasks", [ContextOverflowError("no")])])
-def test_a_prompt_that_is_too_long_is_not_tried_again(start: Callable[..., IdleEngine], error: Exception) -> None:
+def test_a_prompt_that_is_too_long_is_not_tried_again(start: Start, error: Exception) -> None:
     engine = start(consumer_batch_size=1, episode_retries=3)
     workflow = WaitingWorkflow()
 
@@ -397,7 +344,7 @@ def test_a_prompt_that_is_too_long_is_not_tried_again(start: Callable[..., IdleE
 
 
 @pytest.mark.parametrize("by", ["workflow", "filter"])
-def test_rejecting_everything_ends_in_an_error(start: Callable[..., IdleEngine], by: str) -> None:
+def test_rejecting_everything_ends_in_an_error(start: Start, by: str) -> None:
     engine = start(consumer_batch_size=2, max_rejected_in_a_row=7)
     workflow = WaitingWorkflow((lambda engine, row: None) if by == "workflow" else WaitingWorkflow().act)
     with pytest.raises(EpisodeError, match=rf"at most 7 episodes must be rejected .* got 8 \(8 rejected by {by}\)"):
@@ -408,7 +355,7 @@ def test_rejecting_everything_ends_in_an_error(start: Callable[..., IdleEngine],
 
 @pytest.mark.parametrize("should_accept", [None, lambda one: True])
 def test_rejections_between_accepted_episodes_are_no_error(
-    start: Callable[..., IdleEngine], should_accept: Callable[[TensorDict], bool] | None
+    start: Start, should_accept: Callable[[TensorDict], bool] | None
 ) -> None:
     engine = start(consumer_batch_size=4, max_rejected_in_a_row=7)
     workflow = WaitingWorkflow(
@@ -420,7 +367,7 @@ def test_rejections_between_accepted_episodes_are_no_error(
 
 
 def test_dynamic_sampling_replaces_groups_without_spread_and_tells_the_reward_of_all(
-    start: Callable[..., IdleEngine],
+    start: Start,
 ) -> None:
     def act(engine: InferenceEngine, row: Row) -> TensorDict:
         group = concat_padded_tensors([waiting_trajectory(row["prompt_id"].index, 0)] * 2)
@@ -440,7 +387,7 @@ def test_dynamic_sampling_replaces_groups_without_spread_and_tells_the_reward_of
     assert "reward/sampled_mean" not in engine.executor.metrics(), "told once"
 
 
-def test_the_rewards_of_a_batch_are_told_by_source_of_a_mixture(start: Callable[..., IdleEngine]) -> None:
+def test_the_rewards_of_a_batch_are_told_by_source_of_a_mixture(start: Start) -> None:
     """Evaluations do not count."""
 
     def act(engine: InferenceEngine, row: Row) -> TensorDict:
@@ -463,7 +410,7 @@ def test_the_rewards_of_a_batch_are_told_by_source_of_a_mixture(start: Callable[
         engine.set_version(version)
 
 
-def test_failures_long_ago_are_forgiven(start: Callable[..., IdleEngine]) -> None:
+def test_failures_long_ago_are_forgiven(start: Start) -> None:
     """A share of the recent episodes may fail for ever; the same number at once stops the run."""
     engine = start(consumer_batch_size=5, episode_retries=0, failure_window=10, max_failed_share=0.2)
     workflow = WaitingWorkflow()
@@ -482,7 +429,7 @@ def test_failures_long_ago_are_forgiven(start: Callable[..., IdleEngine]) -> Non
 
 
 @pytest.mark.parametrize(("overdue", "taken_at_2"), [("drop", [3]), ("train", [0]), ("wait", [0])])
-def test_policies_for_the_overdue(start: Callable[..., IdleEngine], overdue: str, taken_at_2: list[int]) -> None:
+def test_policies_for_the_overdue(start: Start, overdue: str, taken_at_2: list[int]) -> None:
     """Prompt 0 starts at version 0 and ends after version 1 began; the bound is 0 or 1."""
     engine = start(
         consumer_batch_size=1,
@@ -554,9 +501,7 @@ class Panic(BaseException):
         (BaseExceptionGroup("several", [BaseExceptionGroup("inner", [Panic("no")]), ParseError("no")]), "workflow"),
     ],
 )
-def test_dropped_episodes_are_counted_by_kind(
-    start: Callable[..., IdleEngine], error: BaseException, kind: str
-) -> None:
+def test_dropped_episodes_are_counted_by_kind(start: Start, error: BaseException, kind: str) -> None:
     engine = start(consumer_batch_size=2, episode_retries=1, episode_timeout=60)
 
     def act(engine: InferenceEngine, row: Row) -> TensorDict:
@@ -570,58 +515,48 @@ def test_dropped_episodes_are_counted_by_kind(
 
 
 class CancellingWorkflow(WaitingWorkflow):
-    """Cancels its own task for the first prompt, and then does what the row says."""
+    """Cancels its own task for the first two prompts, and fails for the third one as its deadline ends it."""
 
     async def arun_episode(self, engine: InferenceEngine, data: Row) -> TensorDict | None:
-        if data["prompt_id"].index == 0:
-            task = asyncio.current_task()
-            assert task is not None
+        index, task = data["prompt_id"].index, asyncio.current_task()
+        assert task is not None
+        if index < 2:
             task.cancel()
             try:
                 await asyncio.sleep(0)
             except asyncio.CancelledError:  # as a library does that never calls `uncancel`
-                if not data["swallows"]:
+                if index == 0:
                     raise
             await asyncio.sleep(3600)
+        if index == 2:
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                raise ValueError("no reply") from None
         return await super().arun_episode(engine, data)
 
 
 @pytest.mark.parametrize("is_evaluation", [False, True])
-@pytest.mark.parametrize("swallows", [False, True])
-def test_a_workflow_that_cancels_its_own_task_fails_its_prompt_only(
-    start: Callable[..., IdleEngine], swallows: bool, is_evaluation: bool
-) -> None:
-    engine = start(consumer_batch_size=2, episode_retries=0, max_failed_share=1.0, episode_timeout=5.0)
-    prompts = rows(3, swallows=swallows)
+def test_a_workflow_that_meddles_with_cancellations_fails_its_prompt_only(start: Start, is_evaluation: bool) -> None:
+    more = {"max_head_offpolicyness": 9, "max_failed_share": 1.0}
+    engine = start(consumer_batch_size=2, max_concurrent_rollouts=5, episode_retries=0, episode_timeout=3.0, **more)
+    workflow = CancellingWorkflow()
     if is_evaluation:
-        batch = engine.executor.run_all(prompts, CancellingWorkflow(), is_evaluation=True)
+        batch = engine.executor.run_all(rows(5), workflow, is_evaluation=True)
     else:
-        batch = engine.executor.prepare_batch([prompts], CancellingWorkflow())
+        for row in rows(5):
+            engine.executor.submit(row, workflow)
+        batch = engine.executor.wait(2)
         while engine.executor.stats.running:
             time.sleep(0.01)
-        assert engine.executor.metrics()[f"rollout/failed_{'timeout' if swallows else 'workflow'}"] == 1
-    assert prompts_of(batch) == [1, 2]
-
-
-def test_a_workflow_that_fails_as_its_deadline_ends_it_has_timed_out(start: Callable[..., IdleEngine]) -> None:
-    class Raising(WaitingWorkflow):
-        async def arun_episode(self, engine: InferenceEngine, data: Row) -> TensorDict | None:
-            try:
-                await asyncio.sleep(3600 if data["prompt_id"].index == 0 else 0)
-            except asyncio.CancelledError:
-                raise ValueError("no reply") from None
-            return await super().arun_episode(engine, data)
-
-    engine = start(consumer_batch_size=2, episode_retries=0, max_failed_share=1.0, episode_timeout=5.0)
-    engine.executor.run_all(rows(3), Raising())
-    assert engine.executor.metrics()["rollout/failed_timeout"] == 1
+        metrics = engine.executor.metrics()
+        assert (metrics["rollout/failed_workflow"], metrics["rollout/failed_timeout"]) == (1, 2)
+    assert prompts_of(batch) == [3, 4]
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("reward / 0"), Panic("reward / 0")], ids=repr)
 @pytest.mark.parametrize("call", ["prepare_batch", "wait", "run_all"])
-def test_too_many_failures_stop_the_run_with_their_cause(
-    start: Callable[..., IdleEngine], call: str, error: BaseException
-) -> None:
+def test_too_many_failures_stop_the_run_with_their_cause(start: Start, call: str, error: BaseException) -> None:
     engine = start(
         consumer_batch_size=2, max_failed_share=0.3, failure_window=10, episode_retries=0, max_concurrent_rollouts=2
     )
@@ -642,9 +577,7 @@ def test_too_many_failures_stop_the_run_with_their_cause(
         engine.executor.wait(1)
 
 
-def test_a_cause_that_all_first_episodes_share_ends_the_run(
-    start: Callable[..., IdleEngine], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_cause_that_all_first_episodes_share_ends_the_run(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     """Within the budget, which would let fifty of them fail; it is told once in ten."""
 
     def score(engine: InferenceEngine, row: Row) -> TensorDict:
@@ -663,9 +596,7 @@ def test_a_cause_that_all_first_episodes_share_ends_the_run(
 @pytest.mark.parametrize(
     "other", [None, UnreachableError("no server"), ExceptionGroup("tasks", [UnreachableError("no server")])]
 )
-def test_first_episodes_that_fail_otherwise_leave_the_rest_to_the_budget(
-    start: Callable[..., IdleEngine], other: Exception | None
-) -> None:
+def test_first_episodes_that_fail_otherwise_leave_the_rest_to_the_budget(start: Start, other: Exception | None) -> None:
     def act(engine: InferenceEngine, row: Row) -> TensorDict | None:
         if other is not None:
             raise other
@@ -676,7 +607,7 @@ def test_first_episodes_that_fail_otherwise_leave_the_rest_to_the_budget(
         engine.executor.run_all(rows(8), WaitingWorkflow(act))
 
 
-def test_failures_that_a_budget_allows_for_ever_end_with_their_cause(start: Callable[..., IdleEngine]) -> None:
+def test_failures_that_a_budget_allows_for_ever_end_with_their_cause(start: Start) -> None:
     """Also in turn with rejections; who has never reached a server is not counted."""
 
     def act(engine: InferenceEngine, row: Row) -> None:
@@ -700,13 +631,6 @@ def test_failures_that_a_budget_allows_for_ever_end_with_their_cause(start: Call
     assert 41 <= total == failed + rejected, "some may end before the thread that waits is told"
     assert failed - rejected in (0, 1)
     assert any("OSError: the disk is full" in cause for cause in causes)
-
-
-def test_an_episode_has_a_deadline(start: Callable[..., IdleEngine]) -> None:
-    engine = start(consumer_batch_size=1, episode_timeout=0.1, episode_retries=0, max_failed_share=0.0)
-    with pytest.raises(EpisodeError, match=r"\d x timeout") as caught:
-        engine.executor.prepare_batch([rows(1, delay_s=60.0)], WaitingWorkflow())
-    assert isinstance(caught.value.__cause__, EpisodeTimeoutError)
 
 
 class Tokenizer:
@@ -752,15 +676,8 @@ MALFORMED: dict[str, tuple[Callable[[TensorDict], Any], str]] = {
         lambda one: TensorDict({key: x[:, :0] if x.dim() > 1 else x for key, x in one.items()}, batch_size=[1]),
         "at least one row and token",
     ),
-    "nested": (
-        changed(no_eos=TensorDict({"a": torch.ones(1)}, batch_size=[1])),
-        r"\['no_eos'\] must be a real .*Tensor",
-    ),
     "text": (changed(no_eos="yes"), r"\['no_eos'\] must be a real CPU tensor"),
     "with gradient": (changed(no_eos=torch.ones(1, requires_grad=True)), r"\['no_eos'\] must be a real CPU tensor"),
-    "sparse": (changed(no_eos=torch.ones(1).to_sparse()), r"\['no_eos'\] must be a real CPU tensor"),
-    "elsewhere": (changed(no_eos=torch.ones(1, device="meta")), r"\['no_eos'\] must be a real CPU tensor"),
-    "complex": (changed(logprobs=torch.zeros(1, 3, dtype=torch.complex64)), r"\['logprobs'\] must be a real CPU"),
     "bfloat16": (
         changed(logprobs=torch.zeros(1, 3, dtype=torch.bfloat16)),
         r"\['logprobs'\] must be .* that numpy has",
@@ -808,7 +725,7 @@ MALFORMED: dict[str, tuple[Callable[[TensorDict], Any], str]] = {
 
 @pytest.mark.parametrize(("change", "message"), MALFORMED.values(), ids=MALFORMED.keys())
 def test_a_malformed_trajectory_fails_its_episode_alone(
-    start: Callable[..., IdleEngine],
+    start: Start,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     change: Callable[[TensorDict], TensorDict],
@@ -836,56 +753,31 @@ def test_a_malformed_trajectory_fails_its_episode_alone(
     assert found.is_clean and found.repeated_ids == []
 
 
-def test_the_budget_names_prompt_and_workflow_of_a_malformed_trajectory(start: Callable[..., IdleEngine]) -> None:
-    engine = start(episode_retries=0, max_failed_share=0.0)
-    with pytest.raises(
-        EpisodeError, match=r"(?s)1 x trajectory: .*got dict.*returned for prompt 0-0 by WaitingW"
-    ) as caught:
-        engine.executor.prepare_batch([rows(1)], WaitingWorkflow(lambda _, row: waiting_trajectory(0, 0).to_dict()))
-    assert isinstance(caught.value.__cause__, TrajectoryError)
-
-
-def test_an_episode_may_end_between_an_update_and_its_version(start: Callable[..., IdleEngine]) -> None:
-    """Servers get a version before the engine does."""
+@pytest.mark.parametrize("ahead", [1, 37])
+def test_servers_may_be_ahead_of_the_run(start: Start, ahead: int) -> None:
+    """By one between an update and its version; by any number where an earlier run has left them so."""
 
     class Ahead(WaitingWorkflow):
         async def arun_episode(self, engine: InferenceEngine, data: Row) -> TensorDict:
-            return waiting_trajectory(data["prompt_id"].index, engine.get_version() + 1)
-
-    assert start(consumer_batch_size=2).executor.prepare_batch([rows(2)], Ahead())["versions"].max() == 1
-
-
-def test_servers_may_be_ahead_of_the_run(start: Callable[..., IdleEngine]) -> None:
-    """An earlier run may have left them at any version."""
-
-    class Left(WaitingWorkflow):
-        async def arun_episode(self, engine: InferenceEngine, data: Row) -> TensorDict:
             episode = current_episode.get()
             assert episode is not None
-            episode.newest_version = 37  # as the client notes it
-            return waiting_trajectory(data["prompt_id"].index, 37)
+            episode.newest_version = ahead if ahead > 1 else episode.newest_version  # as the client notes it
+            return waiting_trajectory(data["prompt_id"].index, ahead)
 
-    assert start(consumer_batch_size=2).executor.prepare_batch([rows(2)], Left())["versions"].max() == 37
+    assert start(consumer_batch_size=2).executor.prepare_batch([rows(2)], Ahead())["versions"].max() == ahead
 
 
-def test_workflows_of_one_run_may_have_other_keys(start: Callable[..., IdleEngine]) -> None:
+@pytest.mark.parametrize("is_evaluation", [False, True])
+def test_workflows_of_one_run_may_have_other_keys(start: Start, is_evaluation: bool) -> None:
     engine = start(consumer_batch_size=1)
     for name in ("first", "second"):
         workflow = WaitingWorkflow(lambda _, row, name=name: changed(**{name: torch.ones(1)})(waiting_trajectory(0, 0)))
-        assert name in engine.executor.run_all(rows(1), workflow)
-
-
-def test_evaluations_may_have_keys_of_their_own(start: Callable[..., IdleEngine]) -> None:
-    engine = start(consumer_batch_size=1)
-    engine.executor.prepare_batch([rows(1)], WaitingWorkflow())
-    for name in ("first", "second"):
-        workflow = WaitingWorkflow(lambda _, row, name=name: changed(**{name: torch.ones(1)})(waiting_trajectory(0, 0)))
-        assert name in engine.executor.run_all(rows(1), workflow, is_evaluation=True)
+        assert name in engine.executor.run_all(rows(1), workflow, is_evaluation=is_evaluation)
 
 
 @pytest.mark.filterwarnings("error:coroutine .* was never awaited", "error::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("is_in_a_group", [False, True])
-def test_a_dead_loop_raises_its_cause(start: Callable[..., IdleEngine], is_in_a_group: bool) -> None:
+def test_a_dead_loop_raises_its_cause(start: Start, is_in_a_group: bool) -> None:
     engine = start(consumer_batch_size=1)
     interrupt = KeyboardInterrupt("from a workflow")
 
@@ -899,7 +791,7 @@ def test_a_dead_loop_raises_its_cause(start: Callable[..., IdleEngine], is_in_a_
         assert isinstance(caught.value.__cause__, KeyboardInterrupt)
 
 
-def test_an_episode_whose_end_can_not_be_recorded_ends_the_run_at_once(start: Callable[..., IdleEngine]) -> None:
+def test_an_episode_whose_end_can_not_be_recorded_ends_the_run_at_once(start: Start) -> None:
     engine = start(consumer_batch_size=1)
 
     class Unrecordable(ParseError):
@@ -915,7 +807,7 @@ def test_an_episode_whose_end_can_not_be_recorded_ends_the_run_at_once(start: Ca
     assert isinstance(caught.value.__cause__, LookupError)
 
 
-def test_a_blocking_call_from_a_workflow_is_refused(start: Callable[..., IdleEngine]) -> None:
+def test_a_blocking_call_from_a_workflow_is_refused(start: Start) -> None:
     engine = start(episode_retries=0, max_failed_share=0.0)
     with pytest.raises(EpisodeError, match="Await agenerate there instead"):
         engine.executor.prepare_batch([rows(1)], WaitingWorkflow(lambda _, row: engine.executor.wait(1)))
@@ -924,7 +816,7 @@ def test_a_blocking_call_from_a_workflow_is_refused(start: Callable[..., IdleEng
 # Unthrottled batches
 
 
-def test_run_all_ignores_the_bound_and_keeps_the_order(start: Callable[..., IdleEngine]) -> None:
+def test_run_all_ignores_the_bound_and_keeps_the_order(start: Start) -> None:
     engine = start(consumer_batch_size=1, max_concurrent_rollouts=2, episode_retries=0)
     running, most = 0, 0
 
@@ -952,7 +844,7 @@ def test_run_all_ignores_the_bound_and_keeps_the_order(start: Callable[..., Idle
 
 
 @pytest.mark.parametrize("is_evaluation", [False, True])
-def test_run_all_without_a_result_says_why(start: Callable[..., IdleEngine], is_evaluation: bool) -> None:
+def test_run_all_without_a_result_says_why(start: Start, is_evaluation: bool) -> None:
     def act(engine: InferenceEngine, row: Row) -> TensorDict | None:
         return undefined if row["prompt_id"].index else None  # type: ignore[name-defined]  # noqa: F821
 
@@ -965,18 +857,7 @@ def test_run_all_without_a_result_says_why(start: Callable[..., IdleEngine], is_
     assert f"\n3 x workflow: NameError: name 'undefined' is not defined, at {__file__}:{line} in " in text
 
 
-def test_an_evaluation_says_how_many_prompts_have_no_result(
-    start: Callable[..., IdleEngine], caplog: pytest.LogCaptureFixture
-) -> None:
-    def act(engine: InferenceEngine, row: Row) -> TensorDict:
-        return waiting_trajectory(12 // row["prompt_id"].index, 0)
-
-    engine = start(consumer_batch_size=1, episode_retries=0)
-    engine.executor.run_all(rows(4), WaitingWorkflow(act), is_evaluation=True)
-    assert caplog.messages[-1] == "1 of 4 evaluation prompts have no result (failed_workflow 1)"
-
-
-def test_run_all_takes_old_tokens_only_for_evaluations(start: Callable[..., IdleEngine]) -> None:
+def test_run_all_takes_old_tokens_only_for_evaluations(start: Start) -> None:
     engine = start(consumer_batch_size=1, episode_retries=0)
     engine.set_version(2)
 
@@ -991,23 +872,7 @@ def test_run_all_takes_old_tokens_only_for_evaluations(start: Callable[..., Idle
         engine.executor.run_all(rows(2, behind=1), OneVersionBehind())
 
 
-def test_nothing_starts_after_close(start: Callable[..., IdleEngine]) -> None:
-    """Not even what would have started in the next turn of the loop."""
-    engine = start(consumer_batch_size=1000)
-    workflow = WaitingWorkflow()
-    for row in rows(1000):
-        engine.executor.submit({**row, "delay_s": 60.0}, workflow)
-    while not workflow.started:
-        time.sleep(0.001)
-    engine.executor.close()
-    num_started = len(workflow.started)
-    assert 0 < num_started <= 1000
-    time.sleep(0.2)
-    assert len(workflow.started) == num_started
-    assert engine.executor.stats.failed == engine.executor.stats.rejected == 0
-
-
-def test_an_evaluation_has_one_version(start: Callable[..., IdleEngine]) -> None:
+def test_an_evaluation_has_one_version(start: Start) -> None:
     """A server that was late with the weights answered one of three; it is asked again."""
     engine = start(consumer_batch_size=1)
     asked: list[int] = []
@@ -1026,7 +891,9 @@ def test_an_evaluation_has_one_version(start: Callable[..., IdleEngine]) -> None
         engine.executor.run_all(rows(3, is_always_late=True), OneIsLate(), is_evaluation=True)
 
 
-def test_an_evaluation_loses_only_the_prompt_that_fails_when_it_runs_again(start: Callable[..., IdleEngine]) -> None:
+def test_an_evaluation_loses_only_the_prompt_that_fails_when_it_runs_again(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = start(consumer_batch_size=1)
     asked: list[int] = []
 
@@ -1040,12 +907,10 @@ def test_an_evaluation_loses_only_the_prompt_that_fails_when_it_runs_again(start
 
     batch = engine.executor.run_all(rows(3), OneIsLate(), is_evaluation=True)
     assert prompts_of(batch) == [0, 2] and sorted(asked) == [0, 1, 1, 2]
+    assert caplog.messages[-1] == "1 of 3 evaluation prompts have no result (rejected_workflow 1)"
 
 
-@pytest.mark.parametrize("is_evaluation", [False, True])
-def test_a_batch_gives_up_when_a_workflow_catches_what_ends_it(
-    start: Callable[..., IdleEngine], monkeypatch: pytest.MonkeyPatch, is_evaluation: bool
-) -> None:
+def test_a_batch_gives_up_when_a_workflow_catches_what_ends_it(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor_module, "_GRACE_S", 0.1)
     engine, may_end = start(consumer_batch_size=1, episode_timeout=0.4, episode_retries=0), threading.Event()
 
@@ -1057,12 +922,13 @@ def test_a_batch_gives_up_when_a_workflow_catches_what_ends_it(
             return await super().arun_episode(engine, data)
 
     with pytest.raises(EpisodeTimeoutError, match=r"every 0.5 s: got none, with 1 running, .* look at the workflow"):
-        engine.executor.run_all(rows(2), Stubborn(), is_evaluation=is_evaluation)
+        engine.executor.run_all(rows(2), Stubborn())
     may_end.set()
 
 
-def test_close_is_quick_and_cancels(start: Callable[..., IdleEngine]) -> None:
-    engine = start(consumer_batch_size=64)
+def test_close_cancels_what_runs_and_nothing_starts_afterwards(start: Start) -> None:
+    """Not even what would have started in the next turn of the loop."""
+    engine = start(consumer_batch_size=1000)
     started: list[Row] = []
     ended: list[str] = []
 
@@ -1075,14 +941,15 @@ def test_close_is_quick_and_cancels(start: Callable[..., IdleEngine]) -> None:
                 ended.append("cancelled")
             return None
 
-    for row in rows(64):
+    for row in rows(1000):
         engine.executor.submit(row, Endless())
     while len(started) < 64:
         time.sleep(0.001)
-    began = time.monotonic()
     engine.executor.close()
-    assert time.monotonic() - began < 120, "an episode takes an hour"
-    assert len(ended) == 64
+    num_started = len(started)
+    assert len(ended) == num_started
+    time.sleep(0.2)
+    assert len(started) == num_started and engine.executor.stats.failed == engine.executor.stats.rejected == 0
     with pytest.raises(RuntimeError, match="closed"):
         engine.executor.wait(1)
 
@@ -1090,7 +957,7 @@ def test_close_is_quick_and_cancels(start: Callable[..., IdleEngine]) -> None:
 # What is stored
 
 
-def test_rollouts_are_stored(start: Callable[..., IdleEngine], tmp_path: Path) -> None:
+def test_rollouts_are_stored(start: Start, tmp_path: Path) -> None:
     engine = start(
         consumer_batch_size=2,
         fileroot=str(tmp_path),
@@ -1131,9 +998,7 @@ def test_rollouts_are_stored(start: Callable[..., IdleEngine], tmp_path: Path) -
     assert evaluated["prompt_id"] == "0-7" and evaluated["trained_step"] is None
 
 
-def test_runs_of_several_rows_are_accounted_for_and_come_back_bit_for_bit(
-    start: Callable[..., IdleEngine], tmp_path: Path
-) -> None:
+def test_runs_of_several_rows_are_accounted_for_and_come_back_bit_for_bit(start: Start, tmp_path: Path) -> None:
     """Each episode has a run of one row and one of as many as its index says; the latter is rewarded."""
 
     def act(engine: InferenceEngine, row: Row) -> TensorDict:
@@ -1162,7 +1027,7 @@ def test_runs_of_several_rows_are_accounted_for_and_come_back_bit_for_bit(
         assert all(torch.equal(stored[key], batch[key]) for key in stored.keys())  # noqa: SIM118
 
 
-def test_latency_counts_from_the_first_attempt(start: Callable[..., IdleEngine], tmp_path: Path) -> None:
+def test_latency_counts_from_the_first_attempt(start: Start, tmp_path: Path) -> None:
     engine = start(consumer_batch_size=1, fileroot=str(tmp_path), experiment_name="e", trial_name="t")
     engine.executor.prepare_batch([rows(1, delay_s=0.1)], fail_first(OSError("flaky"), 1))
     engine.executor.close()
@@ -1170,7 +1035,7 @@ def test_latency_counts_from_the_first_attempt(start: Callable[..., IdleEngine],
     assert 0.19 < part.low < 30
 
 
-def test_rows_without_a_name_get_new_names_after_a_recovery(start: Callable[..., IdleEngine], tmp_path: Path) -> None:
+def test_rows_without_a_name_get_new_names_after_a_recovery(start: Start, tmp_path: Path) -> None:
     config = {"fileroot": str(tmp_path), "experiment_name": "e", "trial_name": "t", "consumer_batch_size": 2}
     workflow, first = WaitingWorkflow(), start(**config)
     first.executor.run_all([{}, {}], workflow)
@@ -1187,7 +1052,7 @@ def test_rows_without_a_name_get_new_names_after_a_recovery(start: Callable[...,
     assert (found.trained, found.repeated) == (4, 0)
 
 
-def test_a_dataloader_that_cannot_fetch_is_refused_at_the_first_checkpoint(start: Callable[..., IdleEngine]) -> None:
+def test_a_dataloader_that_cannot_fetch_is_refused_at_the_first_checkpoint(start: Start) -> None:
     """By its position alone nobody could tell later which row of the data a shuffled one yielded."""
     engine = start(consumer_batch_size=2)
     engine.executor.prepare_batch([rows(2)], WaitingWorkflow())
@@ -1195,7 +1060,7 @@ def test_a_dataloader_that_cannot_fetch_is_refused_at_the_first_checkpoint(start
         engine.executor.state_dict()
 
 
-def test_a_write_that_failed_raises_at_the_next_call(start: Callable[..., IdleEngine], tmp_path: Path) -> None:
+def test_a_write_that_failed_raises_at_the_next_call(start: Start, tmp_path: Path) -> None:
     (tmp_path / "exp").mkdir()
     (tmp_path / "exp" / "rollouts").write_text("a file where the folder should be")
     engine = start(consumer_batch_size=1, fileroot=str(tmp_path), experiment_name="exp", max_head_offpolicyness=9)
@@ -1211,7 +1076,7 @@ def test_a_write_that_failed_raises_at_the_next_call(start: Callable[..., IdleEn
 
 
 @pytest.mark.parametrize("call", ["prepare_batch", "run_all"])
-def test_a_wait_ends_when_the_run_is_asked_to_stop(start: Callable[..., IdleEngine], call: str) -> None:
+def test_a_wait_ends_when_the_run_is_asked_to_stop(start: Start, call: str) -> None:
     """And what has run is neither consumed nor lost: the same prompts are there afterwards."""
     engine, workflow = start(consumer_batch_size=2), WaitingWorkflow()
     slow = [{**row, "delay_s": 3600.0} for row in rows(2)]

@@ -130,4 +130,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=settings.default.max_examples // 2, stateful_step_count=20)
+TestMachine.settings = settings(max_examples=settings.default.max_examples // 3, stateful_step_count=20)

@@ -213,22 +213,6 @@ def test_capacity_after_recovery(is_known_at_start: bool) -> None:
     assert account.capacity() == 8
 
 
-def test_bound_zero_is_synchronous() -> None:
-    account = StalenessAccount(batch_size=2, max_head_offpolicyness=0, max_concurrent=100)
-    for _ in range(account.capacity()):
-        account.move(0, "issued", "running")
-    assert account.running == {0: 2} and account.capacity() == 0
-    account.move(0, "running", "accepted")
-    assert not account.can_take(2)
-    account.move(0, "running", "accepted")
-    assert account.can_take(2)
-    account.move(0, "accepted", "trained")
-    account.move(0, "accepted", "trained")
-    assert account.capacity() == 0
-    account.set_version(1)
-    assert account.capacity() == 2
-
-
 def test_overdue() -> None:
     account = StalenessAccount(batch_size=1, max_head_offpolicyness=2, max_concurrent=1, version=5)
     assert [account.is_overdue(head) for head in (2, 3, 5)] == [True, False, False]

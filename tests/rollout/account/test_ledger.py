@@ -6,17 +6,18 @@ import contextlib
 import json
 import random
 import re
+import resource
 import shutil
 import sqlite3
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+import testing_forks
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -30,6 +31,7 @@ from arealite.rollout.account.ledger import Ledger, open_for_reading
 from arealite.rollout.prompts import Prompt, SampleRecord
 from arealite.rollout.staleness import StalenessAccount
 
+BATCH = 8
 OPEN = ("issued", "running", "accepted")
 SAMPLES = st.lists(st.integers(1, 500), max_size=3).map(
     lambda lengths: [SampleRecord(i, tokens, tokens / 10, i, f"127.0.0.1:{i}") for i, tokens in enumerate(lengths)]
@@ -302,26 +304,6 @@ TestLedgerMachine = LedgerMachine.TestCase
 TestLedgerMachine.settings = settings(max_examples=settings.default.max_examples // 2, stateful_step_count=40)
 
 
-def test_a_life_by_hand(tmp_path: Path) -> None:
-    account = new_account()
-    ledger = Ledger(str(tmp_path / "ledger.sqlite"), account)
-    first, second = Prompt(PromptId(0, 7)), Prompt(PromptId(0, 3))
-    ledger.issue([first, second], cursor=None)
-    ledger.start(first, 0)
-    assert account.running == {0: 1} and ledger.counts == Counter(issued=1, running=1)
-    ledger.accept(first, [SampleRecord(0, 12, 0.5, 1, "127.0.0.1:1")], 0.75)
-    kept = ledger.flush()
-    ledger.train([first], 0)
-    assert account.consumed == 1 and ledger.counts == Counter(issued=1, trained=1)
-    ledger.start(second, 0)
-    ledger.drop(second, "failed", "environment")
-    ledger.close()
-    ledger = Ledger(str(tmp_path / "ledger.sqlite"), new_account())
-    assert names(ledger.rollback(kept)) == [(1, PromptId(0, 7)), (2, PromptId(0, 3))]
-    assert ledger.counts == Counter(issued=2)
-    ledger.close()
-
-
 def test_a_batch_is_trained_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
     account = new_account()
     ledger = Ledger(None, account)
@@ -368,23 +350,53 @@ def test_what_is_no_ledger_is_refused(tmp_path: Path) -> None:
         Ledger(str(path), new_account())
 
 
+def write_until_killed(pipe: Connection, path: str, seed: int) -> None:
+    """Say after each flush what the ledger holds."""
+    rng = random.Random(seed)
+    account = StalenessAccount(batch_size=BATCH, max_head_offpolicyness=10**9, max_concurrent=10**9)
+    ledger = Ledger(path, account)
+    ledger.rollback(0)
+    issued, version, ready = 0, 0, []
+    while True:
+        prompts = [Prompt(PromptId(0, issued + offset)) for offset in range(BATCH)]
+        issued += BATCH
+        ledger.issue(prompts, cursor={"position": issued})
+        for prompt in prompts:
+            if rng.random() < 0.9:
+                ledger.start(prompt, head_version=version)
+                ready += end_some(ledger, rng, prompt)
+        if len(ready) >= BATCH:
+            ledger.train(ready[:BATCH], version)
+            ready, version = ready[BATCH:], version + 1
+        if rng.random() < 0.05:
+            pipe.send({"position": ledger.flush(), "issued": issued, "counts": dict(ledger.counts)})
+
+
+def end_some(ledger: Ledger, rng: random.Random, prompt: Prompt) -> list[Prompt]:
+    """End an episode, or leave it running; return what may be trained on."""
+    samples = [SampleRecord(sample, 10 + sample, 0.5, 0, "127.0.0.1:1") for sample in range(3)]
+    outcome = rng.random()
+    if outcome < 0.1:
+        ledger.drop(prompt, "failed", "timeout", samples, 0.5)
+    elif outcome < 0.2:
+        ledger.retry(prompt, "server_error")
+    elif outcome < 0.9:
+        ledger.accept(prompt, samples, 0.5)
+        return [prompt]
+    return []
+
+
 def test_kill_at_any_moment_keeps_what_was_flushed(tmp_path: Path) -> None:
-    program = Path(__file__).with_name("ledger_program.py")
-    rng = random.Random(5)
-    path = tmp_path / "ledger.sqlite"
+    rng, path = random.Random(5), tmp_path / "ledger.sqlite"
     for seed in range(4):
-        process = subprocess.Popen(
-            [sys.executable, str(program), str(path), str(seed)], stdout=subprocess.PIPE, text=True
-        )
-        assert process.stdout is not None
-        with process.stdout as output:
+        with testing_forks.connected(write_until_killed, str(path), seed) as writer:
             for _ in range(rng.randrange(1, 8)):
-                told = json.loads(output.readline())
+                told = writer.receive()
             time.sleep(rng.uniform(0, 0.3))
-            process.kill()
-            rest = output.read().splitlines()
-        process.wait()
-        told = json.loads(rest[-1]) if rest and rest[-1].endswith("}") else told
+            writer.process.kill()
+            with contextlib.suppress(EOFError):
+                while True:
+                    told = writer.pipe.recv()
         check_killed(path, told)
 
 
@@ -400,7 +412,7 @@ def check_killed(path: Path, told: dict) -> None:
         sizes = database.execute(
             "SELECT count(*) FROM prompts WHERE state = 'trained' GROUP BY trained_version"
         ).fetchall()
-        assert set(sizes) == {(8,)}, "batches are whole"
+        assert set(sizes) == {(BATCH,)}, "batches are whole"
     ledger = Ledger(str(path), new_account())
     pending = ledger.rollback(told["position"])
     counts = Counter(told["counts"])
@@ -409,85 +421,51 @@ def check_killed(path: Path, told: dict) -> None:
     ledger.close()
 
 
-FULL_DISK = """
-import resource, sys
-from arealite.api.errors import LedgerError
-from arealite.api.io_struct import PromptId
-from arealite.rollout.account.ledger import Ledger
-from arealite.rollout.prompts import Prompt
-from arealite.rollout.staleness import StalenessAccount
-ledger = Ledger(sys.argv[1], StalenessAccount(batch_size=1, max_head_offpolicyness=0, max_concurrent=1))
-resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
-calls = [ledger.check, ledger.flush, ledger.close]
-try:
-    while True:
-        ledger.issue([Prompt(PromptId(0, 0)) for _ in range(100)], cursor=None)
-        ledger.flush()
-except LedgerError:
-    for call in calls:
-        try:
-            call()
-        except LedgerError as error:
-            print(error)
-"""
-
-
-def test_a_full_disk_surfaces(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.sqlite"
-    command = [sys.executable, "-c", FULL_DISK, str(path)]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    lines = shown.stdout.splitlines()
-    assert len(lines) == 3 and all(f"{path} must be writable: got " in line for line in lines)
-    found = audit(tmp_path)
-    assert found.issued == found.pending > 0 and found.adds_up
-
-
-def test_a_disk_that_is_full_from_the_start_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.sqlite"
-    line = "resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))\n"
-    code = FULL_DISK.replace(line, "").replace("ledger = ", line.replace("400_000", "0") + "ledger = ")
-    ended = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=300)
-    last = ended.stderr.splitlines()[-1]
-    assert re.search(rf"LedgerError: {path} must be writable: got .*, with .* free in {tmp_path}. Free the disk", last)
-
-
-LOCK = """
-import sqlite3, sys
-database = sqlite3.connect(sys.argv[1], isolation_level=None)
-database.execute("BEGIN IMMEDIATE")
-print("locked", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_lock_of_another_process_is_an_error_of_the_next_flush(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("arealite.rollout.account.ledger._LOCK_S", 0.5)
-    path = tmp_path / "ledger.sqlite"
-    ledger = Ledger(str(path), new_account())
-    ledger.flush()
-    command = [sys.executable, "-c", LOCK, str(path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None and other.stdout.readline() == "locked\n"
-        ledger.issue([Prompt(PromptId(0, 0))], cursor=None)
-        message = rf"{path} must not be locked by another process for 0.5 s"
-        with pytest.raises(LedgerError, match=message):
+def fill_the_disk(pipe: Connection, path: str, num_bytes: int) -> None:
+    """Write a ledger to a disk with room for so many bytes, and report what each call says then."""
+    if not num_bytes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    try:
+        ledger = Ledger(path, new_account())
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+        while True:
+            ledger.issue([Prompt(PromptId(0, 0)) for _ in range(100)], cursor=None)
             ledger.flush()
-        other.communicate()
-    with pytest.raises(LedgerError, match=message):
-        ledger.close()
+    except LedgerError as error:
+        told = [str(error)]
+    for call in (ledger.check, ledger.flush, ledger.close) if num_bytes else ():
+        with pytest.raises(LedgerError) as caught:
+            call()
+        told.append(str(caught.value))
+    pipe.send(told)
 
 
-def test_a_rollback_that_can_not_be_written_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("num_bytes", "num_told"), [(400_000, 4), (0, 1)])
+def test_a_full_disk_surfaces(tmp_path: Path, num_bytes: int, num_told: int) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with testing_forks.connected(fill_the_disk, str(path), num_bytes) as writer:
+        told = writer.receive()
+    rule = rf"{path} must be writable: got .*, with .* free in {tmp_path}. Free the disk"
+    assert len(told) == num_told and all(re.match(rule, one) for one in told), told
+    if num_bytes:
+        found = audit(tmp_path)
+        assert found.issued == found.pending > 0 and found.adds_up
+
+
+def test_a_lock_of_another_is_an_error_of_the_next_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("arealite.rollout.account.ledger._LOCK_S", 0.5)
     path = tmp_path / "ledger.sqlite"
-    ledger = Ledger(str(path), new_account())
+    ledger, refusal = Ledger(str(path), new_account()), rf"{path} must not be locked by another process for 0.5 s"
+    ledger.flush()
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        with pytest.raises(LedgerError, match=rf"{path} must not be locked by another process for 0.5 s"):
+        with pytest.raises(LedgerError, match=refusal):
             ledger.rollback(0)
-    ledger.close()
+        ledger.issue([Prompt(PromptId(0, 0))], cursor=None)
+        with pytest.raises(LedgerError, match=refusal):
+            ledger.flush()
+    with pytest.raises(LedgerError, match=refusal):
+        ledger.close()
 
 
 def test_a_ledger_stays_where_it_is_when_the_script_changes_its_folder(tmp_path: Path, monkeypatch) -> None:
