@@ -28,6 +28,7 @@ from arealite.api.errors import WeightUpdateError
 from arealite.api.io_struct import FinetuneSpec
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.inference import weight_update
+from arealite.inference.pool import ServerFacts
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.utils.processes import REGISTRY_VARIABLE
 from arealite.weights.publish import publish_weights
@@ -319,3 +320,15 @@ def test_all_ranks_help_a_server_to_catch_up(registry: RunningRegistry, model_pa
                 assert [rank.receive() for rank in ranks] == [(2, [3])] * 2
             assert [rank.end() for rank in ranks] == [0, 0]
     assert "/end_weight_update" in second.calls[: second.calls.index("/generate")]
+
+
+def test_servers_that_take_no_broadcast_need_updates_through_the_disk(
+    stack: ExitStack, registry: RunningRegistry, model_path: str
+) -> None:
+    server = serving(stack)
+    registry.put("server-0", server.address)
+    actor, rollout = start(stack, model_path, 1)
+    rollout.servers.servers[0].facts = ServerFacts(takes_broadcasts=False)
+    with pytest.raises(WeightUpdateError, match=f"by broadcast: got {server.address}, .* rollout.weight_update=disk"):
+        publish_weights(actor, rollout, version=1)
+    assert "/update_weights_from_disk" not in server.calls

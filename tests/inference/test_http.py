@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import socket
 import traceback
 from typing import Literal
 
@@ -9,7 +11,7 @@ import pytest
 from testing_raw import REPLIES, answering, json_reply
 
 from arealite.api.errors import ServerError, UnreachableError
-from arealite.inference.http import Json, ServerConnection, StatusError, deadline_in, open_session
+from arealite.inference.http import Json, OutOfFilesError, ServerConnection, StatusError, deadline_in, open_session
 
 SECRET = "s3cret"
 
@@ -69,3 +71,23 @@ async def test_a_server_that_echoes_the_request_does_not_show_the_secret(reply: 
     with answering(reply % (len(body), body)) as address, pytest.raises(ServerError, match=r"\*\*\*") as caught:
         await ask(address)
     check_silent(caught.value)
+
+
+async def test_a_process_without_files_says_so_and_accuses_no_server() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with answering(json_reply(b"{}")) as address:
+        async with open_session(SECRET) as session:
+            connection, taken = ServerConnection(session, address, deadline_in(60)), [socket.socket()]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0].fileno() + 8, hard))
+            try:
+                with pytest.raises(OSError, match="Too many open files"):
+                    while True:
+                        taken.append(socket.socket())
+                with pytest.raises(OutOfFilesError, match=r"too many open files.*Raise `ulimit -n`") as caught:
+                    await connection.request("GET", "/health")
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+                for one in taken:
+                    one.close()
+            assert not isinstance(caught.value, UnreachableError)
+            assert await connection.request("GET", "/health") == {}

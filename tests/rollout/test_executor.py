@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import itertools
 import os
+import random
 import re
 import signal
 import threading
@@ -1099,3 +1100,26 @@ def test_a_wait_ends_when_the_run_is_asked_to_stop(start: Start, call: str) -> N
     assert stopped.value.code == 130
     if call == "prepare_batch":
         assert engine.executor.stats.running == 2 and engine.executor.stats.accepted == 0
+
+
+@pytest.mark.parametrize("eta", [0, 1, 3])
+def test_staleness_of_every_token_is_bounded_with_stragglers(start: Callable[..., IdleEngine], eta: int) -> None:
+    engine = start(consumer_batch_size=4, max_head_offpolicyness=eta, max_concurrent_rollouts=64)
+    rng = random.Random(eta)
+    loader = ([{"delay_s": 0.08 if rng.random() < 0.3 else 0.0}] * 3 for _ in itertools.count())
+    seen: list[tuple[int, int]] = []
+    for version in range(12):
+        batch = engine.executor.prepare_batch(loader, WaitingWorkflow())
+        versions = batch["versions"][batch["loss_mask"].bool()]
+        assert version - versions.min() <= eta and versions.max() <= version
+        assert batch["group_index"].tolist() == [0, 1, 2, 3]
+        seen += [(version, prompt) for prompt in prompts_of(batch)]
+        engine.set_version(version + 1)
+    assert len(seen) == 48
+
+
+def test_an_episode_has_a_deadline(start: Callable[..., IdleEngine]) -> None:
+    engine = start(consumer_batch_size=1, episode_timeout=0.1, episode_retries=0, max_failed_share=0.0)
+    with pytest.raises(EpisodeError, match=r"\d x timeout") as caught:
+        engine.executor.prepare_batch([rows(1, delay_s=60.0)], WaitingWorkflow())
+    assert isinstance(caught.value.__cause__, EpisodeTimeoutError)

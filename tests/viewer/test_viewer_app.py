@@ -236,3 +236,18 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"--port must be a free port: got {port}" in capsys.readouterr().err
     assert main(["view", str(tmp_path), "--port", "70000"]) == 2
     assert "--port must be a free port: got 70000" in capsys.readouterr().err
+
+
+def test_names_and_texts_that_are_not_utf_8_are_shown_escaped(tmp_path: Path) -> None:
+    async def test(get: Get) -> None:
+        _, _, [line] = await get("/api/runs")
+        assert line["run"] == r"t\udcff"
+        _, _, found = await get("/api/run", run=line["run"])
+        assert (
+            found["title"] == f"{tmp_path.name} / t\\udcff"
+            and found["charts"][0]["traces"][0]["name"] == r"workflow/\ud800"
+        )
+
+    write_metrics(folder := tmp_path / os.fsdecode(b"t\xff"), [])
+    (folder / "metrics.jsonl").write_text('{"step": 0, "workflow/\\ud800": 1.0}\n')
+    served(tmp_path, test)
