@@ -56,7 +56,7 @@ def random_rows(seed: int, counts: Sequence[int]) -> TensorDict:
     places_BT[:, 0] = places_BT[:, -2:] = 2.0  # a prompt, and what follows the completion
     mask_BT = places_BT.argsort(dim=1).argsort(dim=1) < torch.tensor(counts)[:, None]
     proximal_BT = uniform(-2.5, -0.9)
-    advantages_B = torch.tensor([1.3, -0.7, 0.9, -1.6, 0.0], dtype=torch.float64)[:B]
+    advantages_B = torch.tensor([1.3, -0.7, 0.9, -1.6, 0.0], dtype=torch.float64).repeat(B)[:B]
     rows = {
         "logprobs": proximal_BT + uniform(-0.8, 0.8),
         "proximal_logprobs": proximal_BT,

@@ -331,5 +331,6 @@ def _line_of(task: asyncio.Task[Any]) -> str:
     while isinstance(coroutine, CoroutineType):
         frame = coroutine.cr_frame
         lines.insert(0, line_of(coroutine.cr_code, frame and frame.f_lineno))
-        coroutine = coroutine.cr_await
+        # If it runs in another thread, CPython 3.11 reads `cr_await` from a stack that changes, and may crash.
+        coroutine = None if coroutine.cr_running else coroutine.cr_await
     return str(users_line(lines) or next(iter(lines), "its end"))
