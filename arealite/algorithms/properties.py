@@ -154,12 +154,8 @@ def check_sign(loss_fn: TokenLossFn, rows: TensorDict) -> None:
     equal = rows.clone().update(dict.fromkeys(_READ[1:4], rows["logprobs"]))
     gradient_BT = evaluate(loss_fn, equal)["gradient"]
     if not (gradient_BT * rows["advantages"] < 0).any():
-        raise Violation(
-            "where all ratios are 1, gradients must have the sign of -advantage: got 0, or that of +advantage"
-        )
-
-
-# What is expected
+        got = "those of +advantage" if gradient_BT.any() else "no gradient by logprobs"
+        raise Violation(f"where all ratios are 1, gradients must have the sign of -advantage: got {got}")
 
 
 def _expect_equal(when: str, rows: TensorDict, got: Results, expected: Results) -> None:

@@ -123,7 +123,8 @@ def _submit(folder: Path, script: str) -> str:
     try:
         return ask_slurm("sbatch", "--parsable", str(path)).strip().partition(";")[0]  # <job>[;<cluster>]
     except ConfigError as error:
-        raise ConfigError(f"{error}. Change launcher.*_per_gpu or launcher.slurm.sbatch_additional_args.") from error
+        advice = "Change cluster, launcher.*_per_gpu or launcher.slurm.sbatch_additional_args."
+        raise ConfigError(f"{error}. {advice}") from error
 
 
 class _Follower:
