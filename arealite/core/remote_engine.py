@@ -53,7 +53,7 @@ def _written(engine: Any) -> Any:
 def _meeting_point(engine: Any, toward: str) -> tuple[str, int, bool]:
     """Hold a port at the address of this node that `toward` can reach, until the next call."""
     address = meeting_address(toward)
-    engine.held_port = hold_port(address)  # this closes the previous port
+    engine.held_port = hold_port()  # this closes the previous port
     return address, port_of(engine.held_port), torch.cuda.is_available()
 
 

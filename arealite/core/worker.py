@@ -98,7 +98,7 @@ class Worker:
 
     def address(self, toward: str) -> tuple[str, str, int]:
         """Return this node's name, its address as seen from `toward`, and a free port."""
-        self._holder = hold_port("0.0.0.0")  # until rank 0 of the group listens on it
+        self._holder = hold_port()  # until rank 0 of the group listens on it
         return os.uname().nodename, host_ip(toward), port_of(self._holder)
 
     def meet(self, environment: Mapping[str, str]) -> None:

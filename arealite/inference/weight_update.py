@@ -268,7 +268,7 @@ class WeightReceiver:
             hosts = [one.address.rpartition(":")[0] for one in servers]
             toward = next((host for host in hosts if host not in ("localhost", LOOPBACK)), LOOPBACK)
             if meta.meeting_point is None:
-                self._port_holder = hold_port(address := meeting_address(toward))
+                address, self._port_holder = meeting_address(toward), hold_port()
                 port, has_gpu = port_of(self._port_holder), torch.cuda.is_available()
             else:
                 address, port, has_gpu = await in_thread(meta.meeting_point, toward)

@@ -28,8 +28,11 @@ def addresses_in(text: str | Iterable[str]) -> list[str]:
     return [check_address(item.strip().removeprefix("http://").rstrip("/")) for item in items if item.strip()]
 
 
-def hold_port(host: str = LOOPBACK, port: int = 0) -> socket.socket:
-    """Reserve a port (0: any free one) until the returned socket is closed. Raises OSError."""
+def hold_port(host: str = "0.0.0.0", port: int = 0) -> socket.socket:
+    """Reserve a port (0: any free one) until the returned socket is closed. Raises OSError.
+
+    A store of torch listens at all addresses, so a port that is held at one of them may be taken from it at another.
+    """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind((host, port))

@@ -184,7 +184,7 @@ async def _relay(toward: str, gpus: list[str], watchdog_s: float) -> int:
     run, named = JobRun(), loop.create_future()
     loop.add_signal_handler(signal.SIGTERM, run.terminate)
     address = LOOPBACK if toward == LOOPBACK else address_toward(toward)
-    with hold_port(address) as holder:
+    with hold_port() as holder:
         slot = {"address": address, "port": port_of(holder), "gpus": gpus}
         _write({"hello": slot | {"version": arealite.__version__}})
         tasks = [loop.create_task(_live()), loop.create_task(_obey(lines, run, named, watchdog_s))]
