@@ -22,6 +22,7 @@ _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",
     "RAY_enable_worker_prestart": "0",
+    "RAY_worker_niceness": "0",  # by default 15: workers would wait for whatever else runs
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_failure_threshold": "4",

@@ -26,14 +26,14 @@ from arealite.core.workers import Workers
 
 class Probe:
     def __init__(self, config): pass
-    def variable(self, name): return os.environ.get(name)
+    def variable(self, name): return os.environ.get(name) if name != "niceness" else os.nice(0)
 
 config, _ = load_expr_config(sys.argv[1:], DPOConfig)
 with Workers(config) as workers:
     engine = workers.engine("model", Probe, config.model)
     def told(name):
         return engine.group.submit(Call("look", "model", "variable", (name,))).values.result()[0].value
-    names = ("AREALITE_SECRET", "WANDB_API_KEY", "GLOO_SOCKET_IFNAME")
+    names = ("AREALITE_SECRET", "WANDB_API_KEY", "GLOO_SOCKET_IFNAME", "niceness")
     session = pathlib.Path(ray._private.worker._global_node.get_session_dir_path())
     facts = {name: told(name) for name in names} | {"master": os.environ["GLOO_SOCKET_IFNAME"]}
     print(json.dumps(facts | {"address": ray.get_runtime_context().gcs_address, "session": str(session)}), flush=True)
@@ -59,7 +59,7 @@ def ray_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_a_ray_of_its_own_wants_the_secret_and_logs_none(tmp_path: Path, ray_folder: Path) -> None:
+def test_a_ray_of_its_own_wants_the_secret_and_logs_none_and_does_not_yield(tmp_path: Path, ray_folder: Path) -> None:
     (tmp_path / "config.yaml").write_text(CONFIG)
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "GLOO_SOCKET_IFNAME")}
     env = {name: value for name, value in env.items() if not name.startswith("RAY_")}
@@ -92,6 +92,7 @@ def test_a_ray_of_its_own_wants_the_secret_and_logs_none(tmp_path: Path, ray_fol
     assert "Authentication token is missing or incorrect" in refusal
     assert {name: told[name] for name in SECRETS} == SECRETS
     assert (told["master"], told["GLOO_SOCKET_IFNAME"]) == ("lo", None)  # ranks on other nodes are not on our loopback
+    assert told["niceness"] <= os.nice(0), "workers come after no other process of the node"
     assert (tmp_path / "e" / "t" / ".secret").read_text().strip() == SECRETS["AREALITE_SECRET"]
     assert not (tmp_path / ".ray").exists()  # where Ray keeps a token of its own, that others may read
 

@@ -236,8 +236,9 @@ def _start_ray(num_gpus: int, folder: str) -> None:
         )
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[:num_gpus])
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage reports to the makers of Ray
-    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # no worker of ours is one without variables
+    # No usage reports to the makers of Ray, no workers without our variables, and none that yield to other processes.
+    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_prestart_worker_first_driver", "RAY_worker_niceness"):
+        os.environ.setdefault(name, "0")
     ray.init(
         address="local",  # never a cluster that already runs on this node
         num_cpus=max(64, os.cpu_count() or 1),
