@@ -91,13 +91,13 @@ test-servers: $(VENV)/.installed            ## test lite, vLLM and SGLang by one
 
 test-vllm: $(VENV)/.installed-dev            ## train with a real vLLM on a CPU (5 minutes once installed)
 	sh tests/servers/install_vllm.sh $(VLLM_VENV)
-	AREALITE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(WRAPPERS) tests/launcher/serve/test_vllm_server.py
+	AREALITE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(WRAPPERS) tests/launcher/serve/test_vllm_server.py $(ARGS)
 	$(SERVERS) train --server vllm --python $(VLLM_VENV)/bin/python $(ARGS)
 
 test-sglang: $(VENV)/.installed-dev            ## train with a real SGLang on a CPU, also on images (8 minutes); skipped with a message if it can't be installed
 	@if sh tests/servers/install_sglang.sh $(SGLANG_VENV); then \
-		AREALITE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(WRAPPERS) tests/launcher/serve/test_sglang_server.py && \
-		$(SERVERS) images --server sglang --python $(SGLANG_VENV)/bin/python && \
+		AREALITE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(WRAPPERS) tests/launcher/serve/test_sglang_server.py $(ARGS) && \
+		$(if $(ARGS),true,$(SERVERS) images --server sglang --python $(SGLANG_VENV)/bin/python) && \
 		$(SERVERS) train --server sglang --python $(SGLANG_VENV)/bin/python $(ARGS); \
 	else \
 		echo "SKIPPED: SGLang can't be installed here, see above"; \
@@ -105,7 +105,7 @@ test-sglang: $(VENV)/.installed-dev            ## train with a real SGLang on a 
 	fi
 
 test-core: $(VENV)/.installed-dev            ## compare Core's numbers with scripts of ranks, on a real Ray; ends with RESULT {json} (4 minutes)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 3 --dist loadgroup -m slow tests/core --ignore-glob='*/test_faults.py' --ignore-glob='*/test_group.py' $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadgroup -m slow tests/core --ignore-glob='*/test_faults.py' --ignore-glob='*/test_group.py' $(ARGS)
 
 test-core-faults: $(VENV)/.installed-dev            ## kill workers, a node and a master of Core: equal numbers, no process left (8 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadgroup tests/core/test_faults.py tests/core/test_group.py $(ARGS)

@@ -56,8 +56,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(out=tmp_path_factory.mktemp("model"), corpus=None, seed=1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--short", action="store_true", help="leave out the tests that are marked long")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the groups, which share what is expensive: no worker may be left alone with one at the end."""
+    if config.getoption("--short"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
 
 

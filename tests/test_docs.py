@@ -38,6 +38,7 @@ def metrics(folder: Path, trial: str, *own: str) -> list[dict[str, Any]]:
     return testing_runs.metrics(folder / "runs/own" / trial, own)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_own_columns_and_weighted_rewards(folder: Path) -> None:
     rows = metrics(folder, "first")
@@ -60,11 +61,13 @@ def test_own_columns_and_weighted_rewards(folder: Path) -> None:
     assert len(trained := numbers("step_*")) == 16 and max(trained) < 95
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_conversations_are_learned(folder: Path) -> None:
     assert [row["step"] for row in metrics(folder, "chats")] == [0, 1, 2]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_second_turn_follows_a_wrong_answer(folder: Path) -> None:
     first, last = metrics(folder, "turns")
@@ -112,6 +115,7 @@ def test_an_agent_from_an_empty_folder(tmp_path: Path) -> None:
     assert 1 < rows[0]["agent/turns"] <= 2, "random weights answer next to nothing right"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_tutorials_of_one_gpu_a_loss_and_a_run_that_does_not_learn(tmp_path: Path) -> None:
     for name in ("own-loss.md", "one-gpu.md", "not-learning.md"):

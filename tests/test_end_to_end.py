@@ -142,6 +142,7 @@ def test_the_trace_of_all_processes_agrees_with_the_metrics(asynchronous: Path) 
         assert names[server]["decode"] > 50 and names[server]["load weights"] > 0 < names[server]["paused"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_step_is_replayed_from_the_initial_model(asynchronous: Path) -> None:
     weights = read_weights(asynchronous)
@@ -152,6 +153,7 @@ def test_a_step_is_replayed_from_the_initial_model(asynchronous: Path) -> None:
     assert sorted(asynchronous.rglob("*")) == before
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_replay_names_the_first_step_that_differs(asynchronous: Path, tmp_path: Path) -> None:
     """From a checkpoint: neither are earlier rollouts needed nor does step 2 differ."""
@@ -171,6 +173,7 @@ def test_a_replay_names_the_first_step_that_differs(asynchronous: Path, tmp_path
     assert re.search(differs, out), out
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_synchronous_disk_with_a_reference(model: Path, tmp_path: Path) -> None:
     folder = run_rl(
@@ -181,6 +184,7 @@ def test_synchronous_disk_with_a_reference(model: Path, tmp_path: Path) -> None:
     check_run(folder, num_steps=3, bound=0, num_servers=1)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_one_process_samples_and_trains(model: Path, tmp_path: Path) -> None:
     folder = run_rl(

@@ -147,6 +147,7 @@ def assert_same_run(found: Run, expected: Run) -> None:
     assert all(row["optim/grad_norm"] > 0 for row in expected.rows[:STEPS]), "there must be something to get wrong"
 
 
+@pytest.mark.long
 def test_a_server_in_the_trainers_process_changes_no_bit(make_run: Callable[[str, str], Run], tmp_path: Path) -> None:
     """Nor does a kill -9 of that process, and the resumed run."""
     apart, together = make_run("apart", "lite.d1p1t1+d1p1t1"), make_run("together", "lite.d1|d1")
@@ -181,6 +182,7 @@ def test_a_killed_launcher_and_then_two_ranks(make_run: Callable[[str, str], Run
     assert [row["rollout/accepted"] for row in cut.rows[: STEPS + 2]] == [BATCH * (n + 1) for n in range(STEPS + 2)]
 
 
+@pytest.mark.long
 def test_a_killed_rank_of_two(make_run: Callable[[str, str], Run], tmp_path: Path) -> None:
     """The launcher starts the run again."""
     whole, cut = (make_run(name, "lite.d1p1t1+d2p1t1") for name in ("whole", "cut"))
@@ -222,6 +224,7 @@ def test_ctrl_c_while_it_trains(make_run: Callable[[str, str], Run], whole: Run,
     assert "this run has finished: " in cut.output
 
 
+@pytest.mark.long
 def test_ctrl_c_in_the_last_evaluation(make_run: Callable[[str, str], Run], whole: Run, tmp_path: Path) -> None:
     """The trained model is there already, and only the evaluation is done again."""
     cut = make_run("cut", "lite.d1p1t1+d1p1t1")
@@ -238,6 +241,7 @@ def test_ctrl_c_in_the_last_evaluation(make_run: Callable[[str, str], Run], whol
     assert_same_run(cut, whole)
 
 
+@pytest.mark.long
 def test_a_killed_rank_and_then_a_full_disk_in_the_last_evaluation(
     make_run: Callable[[str, str], Run], whole: Run, tmp_path: Path
 ) -> None:
@@ -261,6 +265,7 @@ def test_a_killed_rank_and_then_a_full_disk_in_the_last_evaluation(
     assert_same_run(cut, whole)
 
 
+@pytest.mark.long
 def test_a_full_disk_while_it_saves(make_run: Callable[[str, str], Run], whole: Run, tmp_path: Path) -> None:
     """A limit on the size of a file stands in for it."""
     cut = make_run("cut", "lite.d1p1t1+d1p1t1")
@@ -274,6 +279,7 @@ def test_a_full_disk_while_it_saves(make_run: Callable[[str, str], Run], whole: 
     assert_same_run(cut, whole)
 
 
+@pytest.mark.long
 def test_the_end_of_memory_while_it_trains(make_run: Callable[[str, str], Run], whole: Run, tmp_path: Path) -> None:
     """A limit on the trainer's memory that is too low for a tensor of the script: the launcher starts the run again."""
     cut = make_run("cut", "lite.d1p1t1+d1p1t1")

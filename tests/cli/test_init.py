@@ -108,7 +108,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize(
+    "template",
+    [pytest.param(one, marks=[] if one in ("rlvr", "openai-agent") else pytest.mark.long) for one in TEMPLATES],
+)
 def test_the_readme_typed(template: str, tiny: Path, tmp_path: Path) -> None:
     """Two steps of what it trains, in a folder that is no checkout."""
     folder = written(template, tmp_path)

@@ -98,6 +98,7 @@ def test_page_metrics_and_log_agree_on_the_calls_of_a_step(run: Path, measured: 
     assert f"Timeline of step {STEPS - 1}<" in page
 
 
+@pytest.mark.long
 def test_a_step_can_be_replayed(run: Path) -> None:
     """It continues from the checkpoint, with the critic's part of it."""
     shown = completed(arealite("replay", str(run), "--step", str(STEPS - 2)))

@@ -78,6 +78,7 @@ def test_the_local_master_leaves_its_gpus_to_the_workers(tmp_path: Path) -> None
     assert (told["master"], sorted(gpus)) == ("", ["3", "4"])
 
 
+@pytest.mark.long
 def test_a_ray_cluster_has_gpus_for_workers_alone(tmp_path: Path) -> None:
     """As many as all nodes have: were one kept for the master, the last worker would find none."""
     with ray_cluster() as cluster:

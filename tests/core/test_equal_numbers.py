@@ -160,7 +160,11 @@ def differences(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "apart"), [(1, "workers={}"), (2, "workers={ref: {ranks: 1}, rollout: {num: 2}}")]
+    ("num_ranks", "apart"),
+    [
+        pytest.param(1, "workers={}", marks=pytest.mark.long),
+        (2, "workers={ref: {ranks: 1}, rollout: {num: 2}}"),
+    ],
 )
 def test_script_migrated_script_and_graph_have_equal_numbers(
     tmp_path: Path, num_ranks: int, apart: str, measured: Callable[..., None]
@@ -186,6 +190,7 @@ def test_script_migrated_script_and_graph_have_equal_numbers(
         )
 
 
+@pytest.mark.long
 def test_a_run_continues_as_a_graph_what_a_script_of_ranks_began_and_the_other_way_round(tmp_path: Path) -> None:
     """The critic lies beside the policy in the script, and has a worker of its own in the graph."""
     write_tiny_model(out=tmp_path / "model", corpus=None, seed=1)
@@ -204,6 +209,7 @@ def test_a_run_continues_as_a_graph_what_a_script_of_ranks_began_and_the_other_w
     assert len(whole["rollouts"]) == 6 and differences(whole, parts) == []
 
 
+@pytest.mark.long
 def test_fine_tuning_by_script_and_graph_have_equal_numbers(tmp_path: Path) -> None:
     """The last model is compared, as nobody is served versions of the weights."""
     write_tiny_model(out=tmp_path / "model", corpus=None, seed=1)

@@ -93,6 +93,7 @@ def assert_nothing_was_lost(run: Path, measured: Callable[..., None]) -> None:
     assert audit["adds_up"] and audit["lost"] == 0 and audit["repeated"] == 0
 
 
+@pytest.mark.long
 def test_a_run_that_loses_workers_in_every_call_has_the_numbers_of_a_calm_one(
     tmp_path: Path, faults: Path, measured: Callable[..., None]
 ) -> None:
@@ -114,6 +115,7 @@ def test_a_run_that_loses_workers_in_every_call_has_the_numbers_of_a_calm_one(
     assert len(incidents) == len(FAULTS)
 
 
+@pytest.mark.long
 def test_a_graph_that_loses_its_critic_has_the_numbers_of_a_calm_one(
     tmp_path: Path, faults: Path, measured: Callable[..., None]
 ) -> None:
@@ -140,6 +142,7 @@ def test_a_graph_that_loses_its_critic_has_the_numbers_of_a_calm_one(
     measured(lost_groups=2, equal_versions=shaken["weights"].count("\n"))
 
 
+@pytest.mark.long
 @pytest.mark.xdist_group("core_faults")
 def test_a_node_of_a_cluster_is_lost(
     tmp_path: Path, faults: Path, calm: dict[str, Any], monkeypatch: pytest.MonkeyPatch, measured: Callable[..., None]
@@ -196,6 +199,7 @@ def test_a_master_is_killed_while_it_writes_a_checkpoint(
     measured(lost_masters=1)
 
 
+@pytest.mark.long
 @pytest.mark.xdist_group("core_faults")
 def test_a_run_goes_on_after_its_master_was_killed_and_then_the_head_of_its_ray(
     tmp_path: Path, faults: Path, calm: dict[str, Any], monkeypatch: pytest.MonkeyPatch, measured: Callable[..., None]

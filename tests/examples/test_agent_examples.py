@@ -39,23 +39,27 @@ def test_multi_turn_math_tries_twice(model: Path, tmp_path: Path) -> None:
     assert first["workflow/num_turns"] == 2 and [[*part] for part in line["segments"]] == [["given"], ["sampled"]] * 2
 
 
+@pytest.mark.long
 def test_countdown_tries_three_times(model: Path, tmp_path: Path) -> None:
     first, *_, line = run("countdown", f"{EXAMPLES / 'countdown_problems.py'}:rows?train=20&test=2", model, tmp_path)
     assert first["workflow/num_turns"] == 3 and "try again" in line["segments"][2]["given"]
 
 
+@pytest.mark.long
 def test_the_frozen_lake_is_walked(model: Path, tmp_path: Path) -> None:
     first, *_, line = run("frozen_lake", f"{EXAMPLES / 'frozen_lake.py'}:rows?train=20&test=2", model, tmp_path)
     assert first["workflow/num_turns"] >= 1 and first["workflow/parse_errors"] > 0
     assert "holes" in line["segments"][0]["given"] or "\nP" in line["segments"][0]["given"]
 
 
+@pytest.mark.long
 def test_the_search_agent_is_told_its_tool(model: Path, tmp_path: Path) -> None:
     first, *_, line = run("search", f"{EXAMPLES / 'search.py'}:rows?train=20&test=2", model, tmp_path)
     assert first["workflow/tool_calls"] == 0, "of which random weights know nothing"
     assert '"name": "search"' in line["segments"][0]["given"]
 
 
+@pytest.mark.long
 def test_math_with_python(model: Path, tmp_path: Path) -> None:
     *_, line = run("python_math", f"{WORD_PROBLEMS}?train=20&test=2", model, tmp_path)
     assert '"name": "python_tool"' in line["segments"][0]["given"]

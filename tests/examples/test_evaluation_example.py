@@ -55,6 +55,7 @@ def test_an_evaluation_that_is_stopped_continues(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "e" / "t" / "summary.json").read_text())["is_finished"] is True
 
 
+@pytest.mark.long
 def test_servers_that_run_already_are_asked(tmp_path: Path) -> None:
     model = write_tiny_model(out=tmp_path / "model", corpus=None, seed=1)
     server = LiteServer(AutoModelForCausalLM.from_pretrained(model), slots=32)

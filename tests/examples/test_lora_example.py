@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "arealite"
 REWARD = "def variety(completion_ids, **others):\n    return len(set(completion_ids)) / 8\n"
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 def test_grpo_with_lora(tmp_path: Path) -> None:

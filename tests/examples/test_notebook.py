@@ -9,6 +9,7 @@ nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbcli
 NOTEBOOK = Path(__file__).parents[2] / "examples/notebook.ipynb"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(NOTEBOOK.parents[1]))

@@ -36,7 +36,9 @@ def run(name: str, fileroot: Path, *overrides: str) -> list[dict[str, Any]]:
     return metrics(fileroot / yaml.safe_load(file.read_text())["experiment_name"] / "t")
 
 
-@pytest.mark.parametrize("lora", ["model.lora=null", "model.lora={rank: 8, alpha: 64}"])
+@pytest.mark.parametrize(
+    "lora", ["model.lora=null", pytest.param("model.lora={rank: 8, alpha: 64}", marks=pytest.mark.long)]
+)
 def test_dpo_prefers_what_was_chosen_on_held_out_pairs_too(model: Path, tmp_path: Path, lora: str) -> None:
     rows = run("dpo", tmp_path, f"model.path={model}", f"train_dataset.path={PAIRS}", "total_train_steps=6", lora)
     assert rows[0]["dpo/loss"] == rows[0]["eval/loss"] == pytest.approx(math.log(2), abs=1e-5)
@@ -45,6 +47,7 @@ def test_dpo_prefers_what_was_chosen_on_held_out_pairs_too(model: Path, tmp_path
     assert (tmp_path / "dpo-cpu" / "t" / "checkpoints").is_dir()
 
 
+@pytest.mark.long
 def test_a_reward_model_scores_held_out_pairs_rightly(model: Path, tmp_path: Path) -> None:
     rows = run("reward_model", tmp_path, f"model.path={model}", f"train_dataset.path={PAIRS}", "total_train_steps=6")
     assert rows[0]["rw/loss"] == rows[0]["eval/loss"] == pytest.approx(math.log(2), abs=1e-6)
@@ -66,6 +69,7 @@ judge = RewardModel({path!r}, load_hf_tokenizer({path!r}), dtype="float32")
 """
 
 
+@pytest.mark.long
 def test_a_reward_model_is_the_reward_of_a_run(tmp_path: Path) -> None:
     policy, path = tiny_models.save_qwen3(tmp_path / "policy", seed=0), str(tmp_path / "rewards")
     options = {"num_labels": 1, "dtype": "float32"}
@@ -86,6 +90,7 @@ def test_a_reward_model_is_the_reward_of_a_run(tmp_path: Path) -> None:
     assert first["reward/mean"] == pytest.approx(sum(scores) / 16, abs=1e-4) and first["reward/std"] > 0
 
 
+@pytest.mark.long
 def test_summaries_come_to_please_a_reward_model_that_pairs_have_taught(model: Path, tmp_path: Path) -> None:
     """Both stages, on posts with the columns of the hub's: scores rise, those of held-out posts too."""
     pairs = f"{POSTS}:pairs?train=64&test=16"
@@ -112,6 +117,7 @@ def test_summaries_come_to_please_a_reward_model_that_pairs_have_taught(model: P
     assert all("SUBREDDIT: r/" in prompt and "TL;DR:" in prompt for prompt in prompts)
 
 
+@pytest.mark.long
 def test_distillation_comes_nearer_to_the_teacher(tmp_path: Path) -> None:
     student, teacher = (tiny_models.save_qwen3(tmp_path / f"model{seed}", seed=seed) for seed in (0, 1))
     server = LiteServer(AutoModelForCausalLM.from_pretrained(student), slots=32)

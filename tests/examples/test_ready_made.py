@@ -10,7 +10,7 @@ from arealite.cli.examples import TRAINERS, examples_folder
 pytestmark = pytest.mark.slow
 
 SMALL = "experiment_name=e trial_name=t total_train_steps=1 train_dataset.batch_size=4 valid_dataset=null"
-SMALL += " evaluator.freq_steps=null launcher.preflight=false"
+SMALL += " train_dataset.max_rows=64 evaluator.freq_steps=null launcher.preflight=false"
 EPISODES = "gconfig.n_samples=2 gconfig.max_new_tokens=8 lite.slots=8"
 POLICY = "actor.path={model} " + EPISODES
 KEYS = {
@@ -25,7 +25,9 @@ def test_every_trainer_is_run() -> None:
     assert {*TRAINERS} == {*KEYS, "eval", "null"}, "evaluation has a test of its own"
 
 
-@pytest.mark.parametrize("kind", KEYS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(one, marks=[] if one in ("sft", "dpo") else pytest.mark.long) for one in KEYS]
+)
 def test_a_ready_made_trainer_trains(kind: str, model: Path, tmp_path: Path) -> None:
     keys = [f"trainer.{kind}.{key}" for key in KEYS[kind].format(model=model).split()]
     arealite(f"trainer.type={kind}", *SMALL.split(), *keys, cwd=tmp_path)

@@ -1,7 +1,7 @@
 """Tries what we need of inference servers on the servers themselves.
 
-    python -m servers conformance [--vllm PYTHON] [--sglang PYTHON] [--skipped REASON] [--only WORD]
-    python -m servers train --server vllm|sglang --python PYTHON
+    python -m servers conformance [--vllm PYTHON] [--sglang PYTHON] [--skipped REASON] [--only WORD] [--short]
+    python -m servers train --server vllm|sglang --python PYTHON [--short]
     python -m servers images --server lite|vllm|sglang --python PYTHON
     python -m servers record --server vllm|sglang --python PYTHON --out FOLDER
 
@@ -39,13 +39,14 @@ def main() -> int:
         print(recording.record(program(args.server, args.python), folder, args.out))
         result: dict[str, Any] = {"failed": 0}
     elif args.command == "train":
-        result = training.run(program(args.server, args.python), folder)
+        result = training.run(program(args.server, args.python), folder, short=args.short)
     elif args.command == "images":
         result = images.run(program(args.server, args.python), folder)
     else:
         ours = sys.executable
         pythons: dict[Name, str] = {"lite": ours, "colocated": ours, "vllm": args.vllm, "sglang": args.sglang}
-        result = conformance.run(folder, {name: path for name, path in pythons.items() if path}, only=args.only)
+        found = {name: path for name, path in pythons.items() if path and not (args.short and name == "colocated")}
+        result = conformance.run(folder, found, only=args.only, short=args.short)
         if args.skipped:
             print(f"SKIPPED {args.skipped}")
             result["skipped"] = args.skipped
@@ -73,6 +74,8 @@ def _parse() -> argparse.Namespace:
         kinds = ["vllm", "sglang"] + ["lite"] * (command is shown)
         command.add_argument("--server", choices=kinds, required=True)
         command.add_argument("--python", type=os.path.abspath, required=True, help="interpreter that has it")
+    conforming.add_argument("--short", action="store_true", help="without in_place, and without lite in this process")
+    trained.add_argument("--short", action="store_true", help="by broadcast only")
     recorded.add_argument("--out", type=Path, required=True, help="folder for <program>-<version>.json")
     return parser.parse_args()
 

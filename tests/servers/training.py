@@ -85,15 +85,16 @@ class Outcome:
         return [row for row in read_jsonl(self.experiment.run_folder / "metrics.jsonl") if "policy/mismatch_kl" in row]
 
 
-def run(program: Program, folder: Path) -> dict[str, Any]:
-    """Train by every way that weights can take, and return what came of it."""
+def run(program: Program, folder: Path, *, short: bool) -> dict[str, Any]:
+    """Train by every way that weights can take, or by broadcast only, and return what came of it."""
     models = {is_tied: folder / ("tied" if is_tied else "untied") for is_tied in (False, True)}
     for is_tied, model in models.items():
         write_tiny_model(out=model, corpus=None, seed=1, tie=is_tied, max_position=CONTEXT)
     about = program.about(models[False])
     print(json.dumps(about), flush=True)
     outcomes = []
-    for number, one in enumerate(runs_on(program, reloads_tied=program.name != "vllm" or about["device"] != "cpu")):
+    runs = runs_on(program, reloads_tied=program.name != "vllm" or about["device"] != "cpu")
+    for number, one in enumerate(runs[1:2] if short else runs):
         outcome = _launch(one, program, models[one.is_tied], folder / str(number))
         for name, complaints in _judge(outcome):
             texts = list(complaints)

@@ -76,8 +76,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("reward", "num_slots", "updates_per_rollout", "told"),
     [
-        (slow, 32, 0.0, "reward-bound .*%"),
-        (quick, 1, 0.0, "rollout-bound .*: servers full"),
+        pytest.param(slow, 32, 0.0, "reward-bound .*%", marks=pytest.mark.long),
+        pytest.param(quick, 1, 0.0, "rollout-bound .*: servers full", marks=pytest.mark.long),
         (quick, 32, 0.0, "rollout-bound .*: servers"),
         (quick, 32, 3.0, "trainer-bound .*: update"),
     ],

@@ -72,6 +72,7 @@ def test_an_interpreter_without_vllm_is_named():
     assert "Set launcher.server_python" in told and len(told.splitlines()) == 1
 
 
+@pytest.mark.long
 @needs_vllm
 def test_a_check_tells_the_program_in_one_line(model):
     switches = ("--no-disable-log-stats", "--no-enable-prefix-caching")
@@ -88,7 +89,7 @@ def test_a_check_tells_the_program_in_one_line(model):
     "flags, told",
     [
         (["--check", "--max-modle-len", "512"], "Write --max-model-len"),
-        (["--dtype", "float12"], "argument --dtype: invalid choice: 'float12'"),
+        pytest.param(["--dtype", "float12"], "argument --dtype: invalid choice: 'float12'", marks=pytest.mark.long),
         (["--tensor-parallel-size", "3"], "attention heads \\(2\\) must be divisible by tensor parallel size \\(3\\)"),
     ],
 )

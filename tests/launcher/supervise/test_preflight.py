@@ -106,6 +106,7 @@ def test_completions_are_no_longer_than_the_context_in_the_plan(
     assert "completions are cut before gconfig.max_new_tokens" in shown and "memory" not in shown
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_torchruns_commands_come_after_a_call_of_the_reward_with_the_first_row(folder: Path) -> None:
     status, lines = launch(folder, body="return data", launcher="torchrun")
@@ -156,6 +157,7 @@ def test_a_run_without_problems_starts(folder: Path, override: str) -> None:
     assert ("warning: reward: " in "\n".join(lines)) == override.endswith("true")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_check_that_dies_does_not_stop_a_run(folder: Path) -> None:
     arguments = ("allocation_mode=d1", "rollout.server_addrs=[127.0.0.1:9]")
