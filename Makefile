@@ -97,7 +97,7 @@ test-vllm: $(VENV)/.installed-dev            ## train with a real vLLM on a CPU 
 test-sglang: $(VENV)/.installed-dev            ## train with a real SGLang on a CPU, also on images (8 minutes); skipped with a message if it can't be installed
 	@if sh tests/servers/install_sglang.sh $(SGLANG_VENV); then \
 		AREALITE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(WRAPPERS) tests/launcher/serve/test_sglang_server.py $(ARGS) && \
-		$(if $(ARGS),true,$(SERVERS) images --server sglang --python $(SGLANG_VENV)/bin/python) && \
+		$(if $(filter --short,$(ARGS)),true,$(SERVERS) images --server sglang --python $(SGLANG_VENV)/bin/python) && \
 		$(SERVERS) train --server sglang --python $(SGLANG_VENV)/bin/python $(ARGS); \
 	else \
 		echo "SKIPPED: SGLang can't be installed here, see above"; \

@@ -61,7 +61,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the groups, which share what is expensive: no worker may be left alone with one at the end."""
+    """Leave out long tests if asked to, and begin with the groups, which share what is expensive: no worker may be left
+    alone with one at the end."""
     if config.getoption("--short"):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
         items[:] = [item for item in items if not item.get_closest_marker("long")]

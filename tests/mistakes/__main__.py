@@ -26,7 +26,6 @@ from mistakes.table import OF_CONFIG, OF_DATA_AND_MODEL, OF_RUNS, Mistake, prepa
 
 REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = 900.0
-PARTS = {"config": OF_CONFIG, "check": OF_DATA_AND_MODEL, "runs": OF_RUNS}
 
 
 def make(mistake: Mistake, folder: Path, model: Path) -> tuple[int, str]:
@@ -50,10 +49,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="mistakes", description=__doc__)
     parser.add_argument("--write", action="store_true", help="keep what is printed as the golden text")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="mistakes whose names have one of these words")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="of the table")
     parser.add_argument("--short", action="store_true", help="without those in the config, as in test_mistakes.py")
     args = parser.parse_args()
-    chosen = [one for part in args.parts for one in PARTS[part] if not (args.short and part == "config")]
+    chosen = [*([] if args.short else OF_CONFIG), *OF_DATA_AND_MODEL, *OF_RUNS]
     chosen = [one for one in chosen if not args.only or any(word in one.name for word in args.only)]
     kept, texts, is_wrong = golden(), {}, False
     with tempfile.TemporaryDirectory(prefix="arealite-mistakes-") as temporary, ThreadPoolExecutor(2) as threads:
@@ -76,7 +74,9 @@ def main() -> int:
         print(f"{len(chosen)} mistakes in {time.monotonic() - began:.0f} s")
     if args.write:
         found = golden() | texts
-        write_golden({one.name: found[one.name] for part in PARTS.values() for one in part if one.name in found})
+        write_golden(
+            {one.name: found[one.name] for one in (*OF_CONFIG, *OF_DATA_AND_MODEL, *OF_RUNS) if one.name in found}
+        )
     return int(is_wrong)
 
 
