@@ -6,7 +6,6 @@ While no server has the newest weights, requests wait and the clocks of their ep
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +17,7 @@ from arealite.api.errors import ConfigError, ContextOverflowError, ServerError, 
 from arealite.api.io_struct import ModelRequest, ModelResponse, PromptId
 from arealite.inference.backends.base import Backend, Segment
 from arealite.inference.health import Health
-from arealite.inference.http import OutOfFilesError, ServerConnection, StatusError, deadline_in
+from arealite.inference.http import OutOfFilesError, ServerConnection, StatusError, deadline_in, now
 from arealite.inference.pool import Server, ServerFacts, ServerPool, backoff_s
 from arealite.rollout.prompts import SampleRecord, current_episode, sampling_seed
 from arealite.utils import heartbeat
@@ -120,7 +119,7 @@ class Completions:
     async def hold(self) -> None:
         """Let requests wait, before servers pause for a weight update."""
         if self.may_generate.is_set():
-            self._held_at = time.monotonic()
+            self._held_at = now()
         self.may_generate.clear()
         if self.on_hold is not None:
             await self.on_hold()
@@ -128,7 +127,7 @@ class Completions:
     async def release(self) -> None:
         """Let requests go on."""
         if not self.may_generate.is_set():
-            self.held_s += time.monotonic() - self._held_at
+            self.held_s += now() - self._held_at
         self.may_generate.set()
         if self.on_hold is not None:
             await self.on_hold()
@@ -159,7 +158,7 @@ class Completions:
         if self.servers.serving:
             self._deserted_at, self.are_asleep = None, False
         elif self._deserted_at is None:
-            self._deserted_at = asyncio.get_running_loop().time()
+            self._deserted_at = now()
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -172,7 +171,7 @@ class Completions:
     async def generate(self, req: ModelRequest) -> ModelResponse:
         """Sample one completion. Raises ValueError for token ids that the model does not have."""
         self._check_ids(req.input_ids)
-        started = progressed = time.monotonic()
+        started = progressed = now()
         sample, seed = self._next_sample(req)
         episode = current_episode.get()
         max_tokens = len(req.input_ids) + req.gconfig.max_new_tokens
@@ -181,7 +180,7 @@ class Completions:
         num_interrupts = num_fruitless = 0
         while True:
             server = await self._pick(req.rid, max_tokens, failed)
-            version, began = server.version, time.monotonic()
+            version, began = server.version, now()
             try:
                 segment = await self._ask(server, req, sampled.tokens, seed, failed)
             finally:
@@ -189,7 +188,7 @@ class Completions:
             if segment is None:
                 continue
             heartbeat.tick()
-            self.servers.measure(server, len(segment.tokens), time.monotonic() - began)
+            self.servers.measure(server, len(segment.tokens), now() - began)
             segment_versions = self._versions_of(segment, server, version)
             if segment_versions is None:
                 continue
@@ -211,8 +210,8 @@ class Completions:
                 self._refuse_standstill(server, progressed, num_fruitless)
                 await asyncio.sleep(backoff_s(num_fruitless, _FIRST_BACKOFF_S, _MAX_BACKOFF_S))
             else:
-                progressed = time.monotonic()
-        latency_s = time.monotonic() - started
+                progressed = now()
+        latency_s = now() - started
         if episode is not None:
             episode.samples.append(SampleRecord(sample, len(sampled.tokens), latency_s, num_interrupts, server.address))
             episode.is_narrowed |= req.gconfig.narrows
@@ -274,7 +273,7 @@ class Completions:
                     return server
                 if episode is not None:
                     standstill.enter_context(episode.standstill())
-                self._deserted_at = self._deserted_at or asyncio.get_running_loop().time()
+                self._deserted_at = self._deserted_at or now()
                 key = "request_timeout" if self.are_asleep else "setup_timeout"  # the trainer computes meanwhile
                 limit_s: float = getattr(self.config, key)
                 try:
@@ -309,7 +308,7 @@ class Completions:
 
     def _refuse_standstill(self, server: Server, progressed: float, num_aborts: int) -> None:
         """Raise when a server has only aborted for longer than a request may take."""
-        if time.monotonic() - progressed > self.config.request_timeout:
+        if now() - progressed > self.config.request_timeout:
             raise ServerError(
                 f"http://{server.address} must sample a token within {self.config.request_timeout:g} s: got "
                 f"{num_aborts} empty aborts in a row. Someone has paused it; let it continue."

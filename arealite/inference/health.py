@@ -37,7 +37,7 @@ class Health:
         self._servers = servers
         self._may_generate = may_generate
         self.on_dead: Callable[[Server], None] = lambda server: None  # called for a dead one
-        self._timeouts: defaultdict[Server, set[asyncio.Timeout]] = defaultdict(set)  # one per request in flight
+        self._timeouts: defaultdict[Server, dict[asyncio.Timeout, None]] = defaultdict(dict)  # of requests in flight
         self._heard_at: defaultdict[Server, float] = defaultdict(float)  # when a server last replied
         self._tasks = BackgroundTasks("watching which servers answer", logger)
         self._tasks.start(self._watch())
@@ -49,7 +49,7 @@ class Health:
         timeout = asyncio.timeout(None)
         try:
             async with timeout:
-                timeouts.add(timeout)
+                timeouts[timeout] = None
                 yield
         except TimeoutError:
             raise UnreachableError(
@@ -57,7 +57,7 @@ class Health:
                 f"{self.health_s:g} s. Look at its log; the request goes to another server."
             ) from None
         finally:
-            timeouts.discard(timeout)
+            timeouts.pop(timeout, None)
         self._heard_at[server] = asyncio.get_running_loop().time()
         server.num_failures = 0  # a good answer ends a series of errors
 
@@ -100,7 +100,7 @@ class Health:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self.quiet_s / 4)
-            for server in {*self._timeouts, *self._servers.serving}:
+            for server in dict.fromkeys([*self._timeouts, *self._servers.serving]):
                 quiet_s = self.quiet_s if self._timeouts[server] else self.idle_s
                 is_asked = bool(self._timeouts[server]) or server.state == "serving"
                 if is_asked and loop.time() - self._heard_at[server] > quiet_s and self._may_generate.is_set():

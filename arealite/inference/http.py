@@ -84,7 +84,7 @@ class ServerConnection:
     ) -> tuple[str, bytes]:
         """Return content type and body of a reply with a status of success, whatever it holds."""
         where = f"{method} http://{self.address}{endpoint}"
-        timeout_s = max(0.0, round(self.deadline - asyncio.get_running_loop().time(), 3))
+        timeout_s = max(0.0, round(self.deadline - now(), 3))
         # With the standard library's json a long reply would hold the event loop for 10 ms.
         body = orjson.dumps(payload or {}) if method == "POST" else None
         try:
@@ -117,9 +117,14 @@ class ServerConnection:
         return reply.content_type, answer
 
 
+def now() -> float:
+    """Return the time of the running loop, by which the client lives: a simulation has a virtual one."""
+    return asyncio.get_running_loop().time()
+
+
 def deadline_in(seconds: float) -> float:
     """Return the time of the running loop in so many seconds."""
-    return asyncio.get_running_loop().time() + seconds
+    return now() + seconds
 
 
 def bad_reply(address: str, endpoint: str, rule: str, reply: object) -> ServerError:

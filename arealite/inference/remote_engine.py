@@ -5,12 +5,12 @@ joins while the trainer waits for a batch gets the current weights then, otherwi
 import asyncio
 import functools
 import logging
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import aiohttp
 from tensordict import TensorDict
 
 from arealite.api.cli_args import InferenceEngineConfig
@@ -39,7 +39,7 @@ from arealite.rollout.account.store import Replay, is_stored, updates_of
 from arealite.rollout.collective import RankZeroExchange
 from arealite.rollout.episode import Attempts
 from arealite.rollout.evaluation import evaluation_metrics
-from arealite.rollout.event_loop import activity
+from arealite.rollout.event_loop import EventLoopThread, activity
 from arealite.rollout.executor import RolloutExecutor
 from arealite.rollout.prompts import Dataloader, Episode, ShouldAccept
 from arealite.rollout.trajectory import split_batch
@@ -77,6 +77,16 @@ class OtherClients(Attempts, Protocol):
         """Forget how often clients were lost: the run would resume from here."""
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """What is outside of the client: the loop it lives in, the connections and the servers. A simulation has others."""
+
+    make_loop: Callable[..., EventLoopThread] = EventLoopThread
+    open_session: Callable[[str | None], aiohttp.ClientSession] = open_session
+    named_servers: Callable[[InferenceEngineConfig, str | None], list[str]] = named_servers
+    open_registry: Callable[[InferenceEngineConfig, str | None], Coroutine[Any, Any, Any]] = open_registry
+
+
 class Published(Protocol):
     """The weights that were published last, and their sender; see `weights.publish.Publication`."""
 
@@ -95,6 +105,7 @@ class RemoteInferenceEngine(InferenceEngine):
         *,
         hand_out: Callable[[TensorDict], Any] = lambda batch: batch,
         clients: OtherClients | None = None,
+        surroundings: Surroundings = Surroundings(),
     ) -> None:
         """`hand_out` makes of a training batch what the loop gets: a master of Core puts it into Ray's store. `clients`
         run training episodes in other processes; evaluations run here."""
@@ -107,10 +118,10 @@ class RemoteInferenceEngine(InferenceEngine):
                 "Change allocation_mode, or construct a RemoteInferenceEngine, which takes any."
             )
         self.config = config
-        self.servers = ServerPool()
+        self.servers = ServerPool(clock=self.now)
         accepts_mismatch = config.weight_check.on_mismatch == "warn"
         self._backend = backend(pause_mode=config.pause_mode, accepts_mismatch=accepts_mismatch)
-        self._hand_out, self._clients = hand_out, clients
+        self._hand_out, self._clients, self._surroundings = hand_out, clients, surroundings
         self._version = 0
         self._executor: RolloutExecutor | None = None
         self._completions: Completions
@@ -118,7 +129,7 @@ class RemoteInferenceEngine(InferenceEngine):
         self.colocated: ColocatedServer | None = None  # in this process, on the actor's parameters
         self._membership: Membership | None = None  # None for `server_addrs`, which never change
         self.published: Published | None = None  # set by `publish_weights`
-        self._rate_from = (time.monotonic(), 0)  # when `metrics` was last called, and how many tokens had been sampled
+        self._rate_from = (0.0, 0)  # when `metrics` was last called, and how many tokens had been sampled
         self._replay: Replay | None = None
         self._training: Any = None  # this rank's share of the batch that is trained on, or a master's batch
         self._exchange = RankZeroExchange()
@@ -134,10 +145,11 @@ class RemoteInferenceEngine(InferenceEngine):
         if self.config.replay_from:
             self._replay = Replay(self.config.replay_from, self)
             return
-        addresses = named_servers(self.config, addr)
+        addresses = self._surroundings.named_servers(self.config, addr)
         raise_file_limit()
         self._collector = QuietCollector()
-        self._executor = RolloutExecutor(self.config, self, self._clients)
+        self._executor = RolloutExecutor(self.config, self, self._clients, self._surroundings.make_loop)
+        self._rate_from = (self.now(), 0)
         self._executor.catch_up = self._catch_up
         try:
             secret = self._secret_of_run(is_ours=not addresses)
@@ -182,7 +194,7 @@ class RemoteInferenceEngine(InferenceEngine):
         if addresses:
             await completions.connect(addresses)
         else:
-            registry = await open_registry(self.config, secret)
+            registry = await self._surroundings.open_registry(self.config, secret)
             loop.closers.append(registry.close)
             self._membership = Membership(completions, registry)
             await self._membership.wait_for(self.config.num_servers)
@@ -192,7 +204,7 @@ class RemoteInferenceEngine(InferenceEngine):
 
     def _open(self, secret: str | None) -> Completions:
         """Make the client itself, which has no servers yet (in the loop)."""
-        loop, session = self._require_executor().loop, open_session(secret)
+        loop, session = self._require_executor().loop, self._surroundings.open_session(secret)
         loop.closers.append(session.close)
         self._completions = Completions(self.config, self._backend, self.servers, session)
         self.receiver = WeightReceiver(self._completions)
@@ -386,7 +398,7 @@ class RemoteInferenceEngine(InferenceEngine):
         if self._executor is not None:
             self._executor.load_state_dict(state)
             self._completions.num_tokens = state["generated_tokens"]
-            self._rate_from = (time.monotonic(), self._completions.num_tokens)
+            self._rate_from = (self.now(), self._completions.num_tokens)
             self._completions.num_stale_kv_tokens = state["stale_kv_tokens"]
 
     def note_checkpoint(self, step: int, position: int) -> None:
@@ -405,8 +417,8 @@ class RemoteInferenceEngine(InferenceEngine):
         """Return counts by metric name, and the rate of generation since the last call; empty on other ranks than 0."""
         if self._executor is None:
             return {}
-        (began, num_before), now = self._rate_from, (time.monotonic(), self._completions.num_tokens)
-        self._rate_from, membership = now, self._membership
+        (began, num_before), read = self._rate_from, (self.now(), self._completions.num_tokens)
+        self._rate_from, membership = read, self._membership
         held_s, self._completions.held_s = self._completions.held_s, 0.0
         num_bytes, self.receiver.num_bytes = self.receiver.num_bytes, 0
         waits = {f"wait/{kind}_s": seconds for kind, seconds in activity.take_waits().items()}
@@ -417,7 +429,7 @@ class RemoteInferenceEngine(InferenceEngine):
                 "servers/live": float(len(self.servers.serving)),
                 "servers/joined": float(membership.num_joined if membership else 0),
                 "servers/left": float(membership.num_left if membership else 0),
-                "perf/generated_tokens_per_s": max(0, now[1] - num_before) / max(1e-3, now[0] - began),
+                "perf/generated_tokens_per_s": max(0, read[1] - num_before) / max(1e-3, read[0] - began),
                 "rollout/generated_tokens": float(self._completions.num_tokens),
                 "rollout/stale_kv_tokens": float(self._completions.num_stale_kv_tokens),
                 "weights/pause_s": held_s,
@@ -426,6 +438,10 @@ class RemoteInferenceEngine(InferenceEngine):
             }
         )
         return metrics if self.canary_gap is None else metrics | {"policy/canary_gap": self.canary_gap}
+
+    def now(self) -> float:
+        """Return the time of the event loop, from any thread; 0 without one."""
+        return 0.0 if self._executor is None else self._executor.loop.loop.time()
 
     def _require_executor(self) -> RolloutExecutor:
         if self._executor is None:

@@ -10,7 +10,6 @@ import functools
 import logging
 import shutil
 import socket
-import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from arealite.api.errors import ConfigError, GroupLostError, ServerError, Unreac
 from arealite.api.io_struct import ModelRequest, WeightTransfer, WeightUpdateMeta
 from arealite.inference.backends.base import BroadcastPlan, MismatchError, Segment, Sent
 from arealite.inference.completions import Completions
-from arealite.inference.http import OutOfFilesError, ServerConnection, StatusError, deadline_in
+from arealite.inference.http import OutOfFilesError, ServerConnection, StatusError, deadline_in, now
 from arealite.inference.pool import NO_VERSION, Server, ServerPool
 from arealite.utils import trace
 from arealite.utils.background import gathered, in_thread
@@ -67,7 +66,7 @@ class WeightUpdate:
         """Wait until the sender is done, e.g. the checkpoint is complete."""
         sender = asyncio.wrap_future(self.transfer.uploaded)
         sender.add_done_callback(lambda one: one.cancelled() or one.exception())  # it may fail when nobody waits
-        left_s = self.deadline - asyncio.get_running_loop().time()
+        left_s = self.deadline - now()
         await asyncio.wait([sender], timeout=max(0.0, left_s))
         if not sender.done():
             raise TimeoutError("the sender did not finish")
@@ -431,7 +430,7 @@ class WeightReceiver:
     async def recover(self, meta: WeightUpdateMeta, error: Exception, began: float) -> None:
         """Wait for servers with which the update that failed with `error` can be repeated; one of joining servers is
         repeated when they have returned. Raises the error if that would not help, or if no server is there, or no try
-        since the monotonic time `began` has succeeded, for `rollout.setup_timeout` seconds after the first try."""
+        since the time `began` of the loop has succeeded, for `rollout.setup_timeout` seconds after the first try."""
         for server in self._received.members if self._received else []:  # their weights are unverified
             self._servers.mark_weights_lost(server, server.version)
         self._received, may_repeat = None, isinstance(error, ServersFailedError)
@@ -439,7 +438,7 @@ class WeightReceiver:
             return
         await self._completions.release()  # requests wait for a server, which has a deadline of its own
         limit_s = meta.timeout_s + self._config.setup_timeout
-        if may_repeat and time.monotonic() - began <= limit_s:
+        if may_repeat and now() - began <= limit_s:
             logger.warning("a weight update is repeated, without the servers that failed: %s", error)
             with contextlib.suppress(TimeoutError):
                 return await self._completions.wait_for_updatable()

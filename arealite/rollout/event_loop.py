@@ -230,6 +230,7 @@ class Activity:
     """The episodes of a process and what they do."""
 
     def __init__(self) -> None:
+        self.clock: Callable[[], float] = time.monotonic  # a simulation has its own
         self._lock = threading.Lock()
         self._episodes: dict[asyncio.Task[Any], _Episode] = {}  # oldest first
         self._num_in: Counter[str] = Counter()  # episodes by state
@@ -243,7 +244,7 @@ class Activity:
         """Count the current task and the tasks that it starts as an episode; its start and its end are progress."""
         task = asyncio.current_task()
         assert task is not None, "an episode runs in a task"
-        episode = self._episodes[task] = _Episode(name)
+        episode = self._episodes[task] = _Episode(name, self.clock())
         with self._lock:
             self._divide()
             self._num_in[episode.state] += 1
@@ -274,7 +275,7 @@ class Activity:
     def waiting(self, num_slots: Callable[[], int | None]) -> Iterator[None]:
         """Divide the time of the block among the episodes; `num_slots` returns the servers' slots, None if unknown."""
         with trace.span("wait for a batch"):
-            self._waits_since, self._num_slots = time.monotonic(), num_slots
+            self._waits_since, self._num_slots = self.clock(), num_slots
             try:
                 yield
             finally:
@@ -290,7 +291,7 @@ class Activity:
 
     def oldest(self) -> list[dict[str, Any]]:
         """Describe the episodes that have run longest: name, state, line, and for how long they run."""
-        now, oldest = time.monotonic(), itertools.islice(self._episodes.copy().items(), NUM_SHOWN)
+        now, oldest = self.clock(), itertools.islice(self._episodes.copy().items(), NUM_SHOWN)
         return [
             {"name": episode.name, "on": episode.state, "line": _line_of(task), "for_s": now - episode.began_s}
             for task, episode in oldest
@@ -300,7 +301,7 @@ class Activity:
         """Divide the time since the last change among the episodes by their states, with the lock."""
         if self._waits_since is None:
             return
-        since, self._waits_since = self._waits_since, time.monotonic()
+        since, self._waits_since = self._waits_since, self.clock()
         slots, total = self._num_slots(), self._num_in.total()
         for state, number in self._num_in.items() if total else ():
             is_full = state == "servers" and slots is not None and self._num_requests >= slots
@@ -310,9 +311,8 @@ class Activity:
 class _Episode:
     """A running episode, and how many of its tasks are in each phase."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.began_s = time.monotonic()
+    def __init__(self, name: str, began_s: float) -> None:
+        self.name, self.began_s = name, began_s
         self.num_open: Counter[str] = Counter()
         self.is_over = False
 

@@ -58,9 +58,14 @@ class RolloutExecutor:
     """Runs all episodes of a run, on global rank 0."""
 
     def __init__(
-        self, config: InferenceEngineConfig, engine: InferenceEngine, attempts: Attempts | None = None
+        self,
+        config: InferenceEngineConfig,
+        engine: InferenceEngine,
+        attempts: Attempts | None = None,
+        make_loop: Callable[..., EventLoopThread] = EventLoopThread,
     ) -> None:
-        """`attempts` runs training episodes in other processes; None runs them here, where evaluations always run."""
+        """`attempts` runs training episodes in other processes; None runs them here, where evaluations always run. A
+        simulation makes a loop that it turns in virtual time."""
         self.config, self._engine, self._batch_size = config, engine, config.consumer_batch_size
         self._max_concurrent = config.max_concurrent_rollouts or self._batch_size
         self._queue_size = config.queue_size or 16 * self._max_concurrent
@@ -94,7 +99,7 @@ class RolloutExecutor:
         self._reopened: list[Prompt] | None = None
         self.catch_up: Callable[[], None] = lambda: None  # updates joining servers, in the thread that waits
         self._asked = asyncio.Event()
-        self.loop = EventLoopThread("arealite-rollout", max_blocked_s=config.episode_timeout)
+        self.loop = make_loop("arealite-rollout", max_blocked_s=config.episode_timeout)
         heartbeat.report("prompts by state", self._ledger.totals)
 
     # Called by the trainer's thread: batches

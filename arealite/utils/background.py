@@ -112,9 +112,19 @@ def start_thread(function: Callable[..., T], *args: Any) -> Future[T]:
     return future
 
 
+class _OwnThread(ThreadPoolExecutor):
+    """Every call in a thread of its own."""
+
+    def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        return start_thread(partial(function, **kwargs), *args)
+
+
+_own_thread = _OwnThread()
+
+
 async def in_thread(function: Callable[..., T], *args: Any) -> T:
     """Call a blocking function in a thread of its own."""
-    return await asyncio.wrap_future(start_thread(function, *args))
+    return await asyncio.get_running_loop().run_in_executor(_own_thread, partial(function, *args))
 
 
 def resolve(future: Future[T], function: Callable[[], T]) -> None:

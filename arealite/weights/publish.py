@@ -5,7 +5,6 @@ It is the explicit sequence `pause`, `update_weights`, `upload_weights`, `result
 the new weights and sampled from them, in the order servers, rollout, actor; any failure is raised on all ranks.
 """
 
-import time
 from concurrent.futures import Future, wait
 
 import torch.distributed as dist
@@ -57,7 +56,7 @@ class Publication:
 
     def __init__(self, actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: int) -> None:
         self._actor, self._rollout, self._version = actor, rollout, version
-        self._num_changes, self._began = actor.num_changes, time.monotonic()
+        self._num_changes, self._began = actor.num_changes, rollout.now()
 
     def update_joining(self) -> None:
         """Update the servers that joined since, unless the actor has been trained meanwhile."""

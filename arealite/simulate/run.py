@@ -1,0 +1,300 @@
+"""A run in virtual time: the production client, account, pool, health and publication on simulated servers."""
+
+import asyncio
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch._C._distributed_c10d import HashStore
+
+from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
+from arealite.api.config.rollout import WeightCheckConfig
+from arealite.api.engine_api import InferenceEngine
+from arealite.api.errors import AReaLiteError
+from arealite.api.io_struct import ModelRequest, ParamSpec, WeightUpdateMeta
+from arealite.api.workflow_api import RolloutWorkflow
+from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.inference.http import Json
+from arealite.inference.registry import Registry, ServerEntry
+from arealite.inference.remote_engine import RemoteInferenceEngine, Surroundings
+from arealite.rollout.event_loop import activity
+from arealite.rollout.prompts import ShouldAccept
+from arealite.simulate.servers import Lengths, ServerProfile, SimulatedServer, SimulatedSession
+from arealite.simulate.virtual import VirtualLoop, VirtualLoopThread
+from arealite.weights.publish import publish_weights
+from arealite.workflow.trajectory import sample_group, trajectory_from_response
+
+PARTS = ("rollout", "train", "weights")  # of a step
+_LEASE_S = 30.0  # after which a server that died leaves the list
+
+
+@dataclass(frozen=True)
+class LognormalLengths:
+    """Completions of lognormal length, cut at `most` tokens; each is a function of its seed, also after an abort."""
+
+    mean: float
+    sigma: float
+    most: int
+
+    def __call__(self, sampling: Json, prompt: int) -> int:
+        normal = random.Random(sampling.get("sampling_seed", 0)).normalvariate(0, 1)
+        length = math.exp(math.log(self.mean) - self.sigma**2 / 2 + self.sigma * normal)
+        num_before = self.most - sampling["max_new_tokens"]  # sampled before it was interrupted
+        return max(1, max(1, min(self.most, round(length))) - num_before)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is simulated. Times are in seconds; tokens are simulated ones, see `ServerProfile.grain`."""
+
+    num_servers: int = 2
+    server: ServerProfile = field(default_factory=ServerProfile)
+    batch_size: int = 32  # prompts
+    group: int = 8
+    bound: int = 2
+    concurrency: int | None = None  # prompts; None is a batch
+    lengths: Lengths = LognormalLengths(64, 0.0, 512)
+    max_new_tokens: int = 512
+    prompt: int = 8
+    train_s: float = 0.1
+    train_token_s: float = 1e-5  # per token of the batch
+    reward_s: float = 0.0
+    weight_bytes: float = 1e8
+    num_buckets: int = 4
+    steps: int = 20
+    warm_up: int = 5  # steps that are not measured
+    rejected_share: float = 0.0  # of groups, by a filter
+    slow_share: float = 0.0  # of servers
+    slow_speed: float = 0.25
+    mean_life_s: float = math.inf  # of one server
+    restart_s: float = 120.0
+    hang_share: float = 0.0  # of deaths
+    seed: int = 1
+    rollout: dict[str, Any] = field(default_factory=dict)  # other keys of `rollout`
+
+
+@dataclass
+class Result:
+    """What came of the measured steps."""
+
+    seconds: float = 0.0
+    step_s: list[float] = field(default_factory=list)
+    spent_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    staleness: Counter[int] = field(default_factory=Counter)  # of the trained tokens
+    num_trained: int = 0  # tokens, prompts included
+    num_sampled: float = 0.0
+    num_calls: int = 0
+    num_deaths: int = 0
+    busy_share: float = 0.0  # of the servers' time
+    mean_running: float = 0.0  # sequences of a server
+    failure: AReaLiteError | None = None
+
+    def note(self, before: dict[str, float], after: dict[str, float]) -> None:
+        """Derive what is the difference of two totals."""
+        passed = {name: after[name] - before[name] for name in after}
+        self.seconds, self.num_sampled = passed["seconds"], passed["tokens"]
+        self.num_calls, self.num_deaths = int(passed["calls"]), int(passed["deaths"])
+        server_s = max(1e-9, self.seconds * after["servers"])
+        self.busy_share, self.mean_running = passed["busy_s"] / server_s, passed["slot_s"] / server_s
+
+    @property
+    def mean_staleness(self) -> float:
+        return sum(version * count for version, count in self.staleness.items()) / max(1, self.staleness.total())
+
+
+class _Actor:
+    """What `publish_weights` needs of an actor."""
+
+    num_threads, num_changes, frozen_weights, transfer_group = 1, 0, None, None
+
+    def __init__(self, scenario: Scenario) -> None:
+        shape = (max(1, int(scenario.weight_bytes / 2 / scenario.num_buckets)),)
+        self._buckets = [[ParamSpec(f"w{index}", shape, "bfloat16")] for index in range(scenario.num_buckets)]
+
+    def get_param_specs(self, num_senders: int | None = 1) -> list[list[ParamSpec]]:
+        return self._buckets
+
+    def meeting_point(self, toward: str) -> tuple[str, int, bool]:
+        return toward, 1, True
+
+    def upload_weights(self, meta: WeightUpdateMeta) -> None:
+        meta.transfer.uploaded.set_result(None)
+
+    def set_version(self, version: int) -> None:
+        pass
+
+
+class _Workflow(RolloutWorkflow):
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
+        self._gconfig = GenerationHyperparameters(n_samples=1, max_new_tokens=scenario.max_new_tokens)
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict:
+        request = ModelRequest(data["input_ids"], self._gconfig)
+
+        async def run(sample: int) -> TensorDict:
+            response = await engine.agenerate(request)
+            if self._scenario.reward_s:
+                await asyncio.sleep(self._scenario.reward_s)
+            return trajectory_from_response(response, float(sample % 2))
+
+        return await sample_group(run, self._scenario.group)
+
+
+class _Loader:
+    """A dataloader of made-up prompts without end."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario, self._count = scenario, 0
+
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        while True:
+            numbers = range(self._count, self._count + self._scenario.batch_size)
+            self._count = numbers.stop
+            yield [{"input_ids": ([n // 1000, n % 1000, 1, 2] + [5] * self._scenario.prompt)[: self._scenario.prompt]}
+                   for n in numbers]  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self._count}
+
+
+class Simulation:
+    """The run of a scenario, in a loop of its own."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        self.scenario, self.loop = scenario, VirtualLoop()
+        self.draw = random.Random(scenario.seed)
+        addresses = [f"s{number}:1" for number in range(scenario.num_servers)]
+        self.servers = {address: self._server(address) for address in addresses}
+        self._lives: Counter[str] = Counter()
+        self.session, self.num_deaths, self.result = SimulatedSession(self.servers), 0, Result()
+        self.rollout = RemoteInferenceEngine(self._config(), surroundings=self._surroundings())
+
+    def _server(self, address: str) -> SimulatedServer:
+        scenario = self.scenario
+        speed = scenario.slow_speed if self.draw.random() < scenario.slow_share else 1.0
+        return SimulatedServer(address, scenario.server, self.loop, scenario.lengths, speed)
+
+    def _config(self) -> InferenceEngineConfig:
+        scenario = self.scenario
+        keys: dict[str, Any] = {"episode_timeout": 36000.0, "request_timeout": 36000.0, "setup_timeout": 3600.0}
+        return InferenceEngineConfig(
+            experiment_name="simulated",
+            trial_name="simulated",
+            backend="sglang",
+            num_servers=scenario.num_servers,
+            consumer_batch_size=scenario.batch_size,
+            max_concurrent_rollouts=scenario.concurrency,
+            max_head_offpolicyness=scenario.bound,
+            weight_update="broadcast",
+            weight_check=WeightCheckConfig(fingerprint=False, canary_tokens=0),
+            **(keys | scenario.rollout),
+        )
+
+    def _surroundings(self) -> Surroundings:
+        async def open_registry(config: InferenceEngineConfig, secret: str | None) -> Registry:
+            self.registry = Registry(None)
+            for address in self.servers:
+                await self.register(address)
+            return self.registry
+
+        return Surroundings(
+            make_loop=lambda *_, **__: cast("Any", VirtualLoopThread(self.loop)),
+            open_session=lambda secret: cast("Any", self.session),
+            named_servers=lambda config, addr: [],
+            open_registry=open_registry,
+        )
+
+    async def register(self, address: str) -> None:
+        """List a server, as a new life of it."""
+        self._lives[address] += 1
+        name = address.partition(":")[0]
+        await self.registry.put(ServerEntry(name, address, "sglang", f"{name}-{self._lives[address]}"))
+
+    def run(self) -> Result:
+        """Train for the scenario's steps, and return what came of those after the warm-up."""
+        activity.clock = self.loop.time
+        try:
+            self.rollout.initialize(None, None)
+            self._train()
+        except AReaLiteError as error:
+            self.result.failure = error
+        finally:
+            self.rollout.destroy()
+            self.loop.close()
+            activity.clock = time.monotonic
+        return self.result
+
+    def _train(self) -> None:
+        scenario, rollout, result = self.scenario, self.rollout, self.result
+        thread, actor = VirtualLoopThread(self.loop), cast("FSDPPPOActor", _Actor(scenario))
+        workflow, loader, accept = _Workflow(scenario), _Loader(scenario), self._filter()
+        publish_weights(actor, rollout, version=0)
+        if scenario.mean_life_s < math.inf:
+            thread.submit(self._let_servers_die())
+        before = self._totals()
+        for step in range(scenario.warm_up + scenario.steps):
+            if step == scenario.warm_up:
+                before, result = self._totals(), Result()
+            self.result = result
+            began = self.loop.time()
+            batch = rollout.prepare_batch(loader, workflow, accept)
+            sampled = self.loop.time()
+            num_tokens = int(batch["attention_mask"].sum())
+            thread.run(asyncio.sleep(scenario.train_s + scenario.train_token_s * num_tokens))
+            trained = self.loop.time()
+            publish_weights(actor, rollout, version=step + 1)
+            ended = self.loop.time()
+            result.num_trained += num_tokens
+            result.staleness.update((step - batch["versions"])[batch["loss_mask"].bool()].tolist())
+            for part, seconds in zip(PARTS, (sampled - began, trained - sampled, ended - trained), strict=True):
+                result.spent_s[part] += seconds
+            result.step_s.append(ended - began)
+            result.note(before, self._totals())
+
+    def _filter(self) -> ShouldAccept | None:
+        draw, share = random.Random(self.scenario.seed), self.scenario.rejected_share
+        return (lambda _: draw.random() >= share) if share else None
+
+    def _totals(self) -> dict[str, float]:
+        servers = self.servers.values()
+        return {
+            "seconds": self.loop.time(),
+            "calls": float(self.session.num_calls),
+            "deaths": float(self.num_deaths),
+            "servers": float(len(servers)),
+            "tokens": sum(one.num_tokens for one in servers),
+            "busy_s": sum(one.busy_s for one in servers),
+            "slot_s": sum(one.slot_s for one in servers),
+        }
+
+    async def _let_servers_die(self) -> None:
+        """Let servers die independently of each other, and register anew after a restart."""
+        scenario, servers = self.scenario, list(self.servers.values())
+        while True:
+            await asyncio.sleep(self.draw.expovariate(len(servers) / scenario.mean_life_s))
+            server = servers[self.draw.randrange(len(servers))]
+            if not server.is_dead:
+                server.die(hangs=self.draw.random() < scenario.hang_share)
+                self.num_deaths += 1
+                self.loop.create_task(self._bring_back(server))
+
+    async def _bring_back(self, server: SimulatedServer) -> None:
+        await asyncio.sleep(_LEASE_S)
+        self.registry.remove_named(server.address.partition(":")[0])
+        await asyncio.sleep(self.scenario.restart_s)
+        server.restart()
+        await self.register(server.address)
+
+
+def simulate(scenario: Scenario) -> Result:
+    """Run a scenario in virtual time. Deterministic."""
+    return Simulation(scenario).run()
