@@ -6,6 +6,7 @@ While no server has the newest weights, requests wait and the clocks of their ep
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ConfigError, ContextOverflowError, ServerError, UnreachableError
 from arealite.api.io_struct import ModelRequest, ModelResponse, PromptId
 from arealite.inference.backends.base import Backend, Segment
-from arealite.inference.health import Health
+from arealite.inference.health import Health, MovedError
 from arealite.inference.http import OutOfFilesError, ServerConnection, StatusError, deadline_in, now
 from arealite.inference.pool import Server, ServerFacts, ServerPool, backoff_s
 from arealite.rollout.prompts import SampleRecord, current_episode, sampling_seed
@@ -70,6 +71,7 @@ class Completions:
         self.config, self.backend, self.servers = config, backend, servers
         self._changed = asyncio.Event()  # set and replaced when the servers have changed
         self._deserted_at: float | None = None  # since when no server can take a request
+        self._queue: deque[asyncio.Future[None]] = deque()  # of requests that wait for a slot, oldest first
         self.are_asleep = False  # whether servers have given their memory back until the next weight update
         self._num_loose_requests = 0
         self._tokenizer: asyncio.Task[Any] | None = None
@@ -161,6 +163,17 @@ class Completions:
             self._deserted_at = now()
         self._changed.set()
         self._changed = asyncio.Event()
+        if self._queue:
+            self._wake(self.servers.num_free)
+        elif any(server.num_in_flight == 0 for server in self.servers.serving):
+            self.health.balance()
+
+    def _wake(self, count: float) -> None:
+        """Let so many requests that wait for a slot look for one."""
+        while self._queue and count > 0:
+            if not (place := self._queue.popleft()).done():
+                place.set_result(None)
+                count -= 1
 
     async def wait_for_updatable(self) -> None:
         """Wait until a server can take part in a weight update. Raises TimeoutError after `rollout.setup_timeout`."""
@@ -185,6 +198,7 @@ class Completions:
                 segment = await self._ask(server, req, sampled.tokens, seed, failed)
             finally:
                 self.servers.release(server, max_tokens)
+                self._wake(1)
             if segment is None:
                 continue
             heartbeat.tick()
@@ -236,6 +250,9 @@ class Completions:
         try:
             async with self.health.in_flight(server):
                 return await self.backend.complete(connection, req, tokens, seed)
+        except MovedError:
+            self.servers.forget(req.rid)
+            return None
         except ServerError as error:
             failed.append(server)
             if len(failed) > self.config.request_retries or not _may_retry(error):
@@ -271,6 +288,9 @@ class Completions:
                 server = self.servers.pick(rid, num_tokens, avoid=set(failed))
                 if server is not None:
                     return server
+                if self.servers.serving:
+                    await self._wait_for_slot()
+                    continue
                 if episode is not None:
                     standstill.enter_context(episode.standstill())
                 self._deserted_at = self._deserted_at or now()
@@ -285,6 +305,23 @@ class Completions:
                         f"{limit_s:g} s: got {self.servers.describe()}. Look at the servers' logs, start others, or "
                         f"raise rollout.{key}."
                     ) from None
+
+    async def _wait_for_slot(self) -> None:
+        """Wait until a slot may be free: as long as a request may take, since one that runs ends by then."""
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.append(place)
+        try:
+            async with asyncio.timeout(limit_s := self.config.request_timeout):
+                await place
+        except TimeoutError:
+            raise ServerError(
+                f"a server must have a free slot within {limit_s:g} s: got {self.servers.num_slots} slots, all taken. "
+                "Start more servers, or lower rollout.max_concurrent_rollouts."
+            ) from None
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():
+                self._wake(1)  # another one takes the slot
+            raise
 
     async def _wait_for_update(self) -> None:
         if self.may_generate.is_set():

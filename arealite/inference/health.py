@@ -7,7 +7,9 @@ longer than about `quiet_s + 2 * health_s` while another server serves, else unt
 
 import asyncio
 import contextlib
+import itertools
 import logging
+import math
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable
 
@@ -25,10 +27,15 @@ _MAX_PAUSE_S = 1.0
 _MAX_SICK_PAUSE_S = 60.0
 
 
+class MovedError(ServerError):
+    """The request goes to another server."""
+
+
 class Health:
     """Watches the serving servers; lives in one event loop."""
 
     quiet_s, idle_s = 4.0, 15.0  # silence after which a server with and without requests is asked for /health
+    young_s = 60.0  # in which a request is young enough to be moved to a server that joins
     health_s, dead_s = 8.0, 20.0  # deadline of the answer; a removed server that does not return in `dead_s` is dead
 
     def __init__(self, session: aiohttp.ClientSession, servers: ServerPool, may_generate: asyncio.Event) -> None:
@@ -37,7 +44,9 @@ class Health:
         self._servers = servers
         self._may_generate = may_generate
         self.on_dead: Callable[[Server], None] = lambda server: None  # called for a dead one
-        self._timeouts: defaultdict[Server, dict[asyncio.Timeout, None]] = defaultdict(dict)  # of requests in flight
+        self._timeouts: defaultdict[Server, dict[asyncio.Timeout, float]] = defaultdict(
+            dict
+        )  # requests in flight, since when
         self._heard_at: defaultdict[Server, float] = defaultdict(float)  # when a server last replied
         self._tasks = BackgroundTasks("watching which servers answer", logger)
         self._tasks.start(self._watch())
@@ -49,9 +58,11 @@ class Health:
         timeout = asyncio.timeout(None)
         try:
             async with timeout:
-                timeouts[timeout] = None
+                timeouts[timeout] = asyncio.get_running_loop().time()
                 yield
         except TimeoutError:
+            if server.state == "serving":
+                raise MovedError from None
             raise UnreachableError(
                 f"a request to http://{server.address} must reach a live server: got no answer to /health within "
                 f"{self.health_s:g} s. Look at its log; the request goes to another server."
@@ -60,6 +71,17 @@ class Health:
             timeouts.pop(timeout, None)
         self._heard_at[server] = asyncio.get_running_loop().time()
         server.num_failures = 0  # a good answer ends a series of errors
+
+    def balance(self) -> None:
+        """Take the youngest requests away from serving servers with more than their share of all, as some must be idle:
+        what is lost has been sampled in the last `young_s` seconds."""
+        loop, serving = asyncio.get_running_loop(), self._servers.serving
+        share = math.ceil(sum(server.num_in_flight for server in serving) / max(1, len(serving)))
+        for server in serving:
+            youngest = reversed(self._timeouts[server].items())
+            for timeout, began in itertools.islice(youngest, max(0, server.num_in_flight - share)):
+                if loop.time() - began < self.young_s:
+                    timeout.reschedule(loop.time())
 
     def suspect(self, server: Server) -> None:
         """Remove a server until it answers /health."""

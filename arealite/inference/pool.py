@@ -5,6 +5,7 @@ the newest weights. A *joining* server gets no requests until a weight update ha
 answer, or failed in an update: it gets neither, until `Health` has found that it answers again.
 """
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Set
@@ -46,10 +47,16 @@ class Server:
     group: str = ""  # broadcast group that it has joined; "" once it may be another process
     outstanding_tokens: int = 0  # tokens of the requests in flight, prompts and largest completions
     num_requests: int = 0  # sent so far
+    num_in_flight: int = 0
     tokens_per_s: float | None = None  # moving average for one request; None before the first completion
     measured_at: float = 0.0  # when that was last measured
     num_failures: int = 0  # times that it was removed since its last completion or weight update
     tells_versions: bool = False  # whether a reply has ever said which weights sampled it
+
+    @property
+    def num_free(self) -> float:
+        """How many requests it could run besides those in flight."""
+        return math.inf if self.facts.slots is None else self.facts.slots - self.num_in_flight
 
 
 @dataclass(frozen=True)
@@ -154,6 +161,11 @@ class ServerPool:
         return None if not slots or None in slots else sum(number or 0 for number in slots)
 
     @property
+    def num_free(self) -> float:
+        """How many more requests the serving servers could run; infinite if it is unknown of one."""
+        return sum(max(0, server.num_free) for server in self.serving)
+
+    @property
     def servers(self) -> list[Server]:
         """All members, in the order in which they were added."""
         return list(self._servers.values())
@@ -182,9 +194,10 @@ class ServerPool:
         return "; ".join(words) or "no server"
 
     def pick(self, rid: str, num_tokens: int, avoid: Set[Server] = frozenset()) -> Server | None:
-        """Choose the serving server that should finish a request first, if possible not one to `avoid`, and count the
-        tokens until `release`. Requests with the same `rid` stay on one server, which has cached their prefix."""
-        serving = self.serving
+        """Choose the serving server with a free slot that should finish a request first, if possible not one to
+        `avoid`, and count the request until `release`; None if there is none: a request that waits here can go to a
+        server that joins meanwhile. Requests with the same `rid` stay on one server, which has cached their prefix."""
+        serving = [one for one in self.serving if one.num_free > 0]
         if not serving:
             return None
         fastest = max((one.tokens_per_s for one in serving if one.tokens_per_s is not None), default=1.0)
@@ -203,7 +216,12 @@ class ServerPool:
             self._sticky.popitem(last=False)
         server.outstanding_tokens += num_tokens
         server.num_requests += 1
+        server.num_in_flight += 1
         return server
+
+    def forget(self, rid: str) -> None:
+        """Let the requests of a rid go to any server."""
+        self._sticky.pop(rid, None)
 
     def measure(self, server: Server, num_tokens: int, seconds: float) -> None:
         """Record how long a server took for a completion."""
@@ -224,6 +242,7 @@ class ServerPool:
     def release(self, server: Server, num_tokens: int) -> None:
         """Undo the count of `pick`."""
         server.outstanding_tokens -= num_tokens
+        server.num_in_flight -= 1
 
     def _notify(self) -> None:
         if self.on_change is not None:

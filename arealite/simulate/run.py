@@ -5,7 +5,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -62,6 +62,7 @@ class Scenario:
     lengths: Lengths = LognormalLengths(64, 0.0, 512)
     max_new_tokens: int = 512
     prompt: int = 8
+    publish_s: float = 0.0  # before the servers take part
     train_s: float = 0.1
     train_token_s: float = 1e-5  # per token of the batch
     reward_s: float = 0.0
@@ -167,10 +168,11 @@ class _Loader:
 class Simulation:
     """The run of a scenario, in a loop of its own."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, on_step: Callable[[int], None] = lambda step: None) -> None:
+        """`on_step` is called at the end of each step, to plan what happens to servers in the next."""
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-        self.scenario, self.loop = scenario, VirtualLoop()
+        self.scenario, self.loop, self.on_step = scenario, VirtualLoop(), on_step
         self.draw = random.Random(scenario.seed)
         addresses = [f"s{number}:1" for number in range(scenario.num_servers)]
         self.servers = {address: self._server(address) for address in addresses}
@@ -251,6 +253,7 @@ class Simulation:
             num_tokens = int(batch["attention_mask"].sum())
             thread.run(asyncio.sleep(scenario.train_s + scenario.train_token_s * num_tokens))
             trained = self.loop.time()
+            thread.run(asyncio.sleep(scenario.publish_s))
             publish_weights(actor, rollout, version=step + 1)
             ended = self.loop.time()
             result.num_trained += num_tokens
@@ -259,6 +262,7 @@ class Simulation:
                 result.spent_s[part] += seconds
             result.step_s.append(ended - began)
             result.note(before, self._totals())
+            self.on_step(step)
 
     def _filter(self) -> ShouldAccept | None:
         draw, share = random.Random(self.scenario.seed), self.scenario.rejected_share

@@ -67,7 +67,7 @@ class _Sequence:
         return self.num_before + (min(step - self.begun, self.left) if self.runs else 0.0)
 
 
-@dataclass
+@dataclass(eq=False)
 class SimulatedServer:
     """One server, which speaks SGLang's protocol."""
 

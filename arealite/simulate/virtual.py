@@ -49,6 +49,15 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._jump = _Jump()
         super().__init__(self._jump)
         self._clock_resolution = _RESOLUTION_S
+        self.error: BaseException | None = None  # of a callback, which asyncio would only log
+        self.set_exception_handler(self._note_error)
+
+    def _note_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if "handle" in context:
+            self.error = self.error or context["exception"]
+            self.stop()
+        else:
+            self.default_exception_handler(context)
 
     def time(self) -> float:
         return self._jump.now
@@ -103,6 +112,8 @@ class _Driven(Future[T]):
         self.add_done_callback(lambda _: loop.stop())
         while not self.done() and (deadline is None or loop.time() < deadline):
             loop.run_forever()
+            if loop.error is not None:
+                raise loop.error
         if timer is not None:
             timer.cancel()
 

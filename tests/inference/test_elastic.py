@@ -131,6 +131,28 @@ def test_a_server_that_joins_gets_the_weights_before_its_first_token(
     assert rollout.stats.failed == 0
 
 
+@pytest.mark.parametrize(("num_requests", "num_moved"), [(16, 0), (8, 4)])
+def test_a_server_that_joins_gets_what_waits_for_a_slot_or_its_share_of_the_rest(
+    stack: ExitStack, registry: RunningRegistry, model_path: str, num_requests: int, num_moved: int
+) -> None:
+    first, second = serving(stack), serving(stack, seed=8)
+    registry.put("server-0", first.address)
+    actor, rollout = start(stack, model_path, 1, max_concurrent_rollouts=16)
+    publish_weights(actor, rollout, version=4)
+    for server in (first, second):
+        slow_down(server.model)
+    first.calls.clear()
+    workflow = SamplingWorkflow(max_new_tokens=200, min_new_tokens=200)
+    pending = stack.enter_context(in_background(lambda: rollout.rollout_batch(rows(num_requests), workflow)))
+    until(lambda: first.engine.stats().running == 8)
+    assert first.calls.count("/generate") == 8, "as many as it has slots"
+    registry.put("server-1", second.address)
+    until(lambda: second.engine.stats().running == num_requests - 8 + num_moved)
+    assert first.engine.stats().running == 8 - num_moved
+    assert pending.result(LIMIT_S).batch_size[0] == num_requests
+    assert first.calls.count("/generate") == 8 and rollout.stats.failed == 0
+
+
 def test_nothing_fails_while_the_only_server_starts_anew(
     stack: ExitStack, registry: RunningRegistry, model_path: str
 ) -> None:

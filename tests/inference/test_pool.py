@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import selectors
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arealite.inference.pool import ServerFacts, ServerPool, backoff_s
+from arealite.simulate.virtual import VirtualLoop
 
 
 def pool_of(addresses: list[str], **settings: Any) -> ServerPool:
@@ -85,16 +85,6 @@ def test_load_stays_balanced(requests: list[tuple[int, int]]) -> None:
 # Servers of different speeds
 
 
-class JumpingSelector(selectors.SelectSelector):
-    """Instead of waiting, moves the clock."""
-
-    now = 0.0
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        self.now += timeout or 0.0
-        return super().select(0)
-
-
 def test_slots_are_known_only_while_servers_tell_them() -> None:
     pool = pool_of([])
     assert pool.num_slots is None  # and not 0, which any number of requests would fill
@@ -106,11 +96,23 @@ def test_slots_are_known_only_while_servers_tell_them() -> None:
     assert pool.num_slots is None
 
 
+def test_a_server_gets_at_most_as_many_requests_as_it_has_slots() -> None:
+    pool = pool_of([])
+    for address, slots in (("a", 2), ("b", 1)):
+        pool.add(address, ServerFacts(slots=slots))
+    pool.advance(pool.servers, 0)
+    a, b = pool.servers
+    assert [pool.pick("r", 1), pool.pick("r", 1), pool.pick("r", 1), pool.pick("r", 1)] == [a, a, b, None]
+    assert pool.num_free == 0
+    pool.release(a, 1)
+    assert pool.num_free == 1 and pool.pick("new", 1, avoid={a}) is a
+    pool.add("c")
+    pool.advance(pool.servers, 1)
+    assert pool.num_free == float("inf"), "it does not tell"
+
+
 def simulate(coroutine: Coroutine[Any, Any, None]) -> None:
-    selector = JumpingSelector()
-    loop = asyncio.SelectorEventLoop(selector)
-    loop.time = lambda: selector.now  # type: ignore[method-assign]
-    with contextlib.closing(loop):
+    with contextlib.closing(loop := VirtualLoop()):
         loop.run_until_complete(coroutine)
         for task in asyncio.all_tasks(loop):
             task.cancel()
