@@ -1,5 +1,7 @@
 """Scenarios of simulated runs that tests share."""
 
+from typing import Any
+
 from arealite.simulate.run import LognormalLengths, Scenario
 from arealite.simulate.servers import ServerProfile
 
@@ -17,13 +19,21 @@ H100 = ServerProfile(  # a 1.7B model on one GPU
 )
 
 
-def h100s(num_servers: int, **changes: object) -> Scenario:
+def h100s(num_servers: int, **changes: Any) -> Scenario:
     """Return a run of so many servers and a third as many GPUs that train, with answers of up to 31,744 tokens."""
-    trained = 0.0014 * 24 / num_servers
-    keys = {
-        **{"server": H100, "num_servers": num_servers, "batch_size": 8 * num_servers // 3, "group": 16, "bound": 2},
-        **{"concurrency": 8 * num_servers, "lengths": LognormalLengths(8192 / GRAIN, 0.9, 31744 // GRAIN)},
-        **{"max_new_tokens": 31744 // GRAIN, "prompt": 4, "train_s": 1.0, "train_token_s": trained, "publish_s": 0.3},
-        **{"weight_bytes": 3.44e9, "num_buckets": 3, "warm_up": 7},
+    usual: dict[str, Any] = {
+        "server": H100,
+        "num_servers": num_servers,
+        "batch_size": 8 * num_servers // 3,
+        "concurrency": 8 * num_servers,
+        "group": 16,
+        "lengths": LognormalLengths(8192 / GRAIN, 0.9, 31744 // GRAIN),
+        "max_new_tokens": 31744 // GRAIN,
+        "prompt": 4,
+        "train_s": 1.0,
+        "train_token_s": 0.0014 * 24 / num_servers,
+        "publish_s": 0.3,
+        "weight_bytes": 3.44e9,
+        "num_buckets": 3,
     }
-    return Scenario(**keys | changes)  # type: ignore[arg-type]
+    return Scenario(**usual | changes)

@@ -1,0 +1,112 @@
+"""Simulated runs: numbers that must not move, theory, invariants, and what they have exposed in the runtime."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from testing_scenarios import h100s
+
+from arealite.simulate.run import LognormalLengths, Scenario, Simulation, simulate
+from arealite.simulate.servers import ServerProfile
+
+SPREAD = LognormalLengths(64, 1.0, 512)
+CROWDED = ServerProfile(step_s=0.01, sequence_s=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("bound", "seconds", "num_calls", "staleness"),
+    [(0, 161.05665526043435, 5440, 0.0), (1, 103.2638976949826, 5658, 0.9299817841759929)],
+)
+def test_numbers_are_those_of_the_prototype(bound: int, seconds: float, num_calls: int, staleness: float) -> None:
+    """Bit by bit, also of another process with other hash seeds."""
+    result = simulate(Scenario(bound=bound, train_s=1.0, lengths=SPREAD, server=CROWDED))
+    assert result.failure is None
+    assert (result.seconds, result.num_calls, result.mean_staleness) == (seconds, num_calls, staleness)
+    assert max(result.staleness) == bound
+
+
+def test_a_run_with_failures_is_the_same_twice() -> None:
+    scenario = Scenario(num_servers=8, steps=4, warm_up=2, lengths=SPREAD, mean_life_s=60.0, hang_share=0.5,
+                        restart_s=20.0, rollout={"weight_update_timeout": 20.0})  # fmt: skip
+    first, second = simulate(scenario), simulate(scenario)
+    assert first == second and first.num_deaths > 0 and first.failure is None
+
+
+def test_one_full_server_samples_as_fast_as_its_profile_says() -> None:
+    """Lengths are constant and nothing else takes time: so many steps for each full batch of slots."""
+    server = ServerProfile(0.01, 1e-3, 0.0, 0.0, slots=16, round_trip_s=0.0, swap_s=0.0)
+    scenario = Scenario(
+        num_servers=1,
+        server=server,
+        batch_size=4,
+        group=4,
+        bound=0,
+        lengths=LognormalLengths(100, 0.0, 100),
+        max_new_tokens=100,
+        train_s=0.0,
+        train_token_s=0.0,
+        weight_bytes=8.0,
+        steps=5,
+        warm_up=1,
+    )
+    result = simulate(scenario)
+    assert result.seconds == pytest.approx(5 * 100 * (0.01 + 16 * 1e-3), rel=0.01)
+
+
+def random_scenario(seed: int) -> Scenario:
+    draw = random.Random(seed)
+    server = ServerProfile(step_s=0.01, sequence_s=2e-4, slots=draw.choice([2, 8, 256]), swap_s=draw.choice([0.0, 1.0]),
+                           cache_tokens=draw.choice([math.inf, 2000.0]))  # fmt: skip
+    rollout = {"overdue": draw.choice(["wait", "drop"]), "weight_update_timeout": draw.choice([5.0, 20.0])}
+    rollout |= {"episode_retries": draw.choice([0, 3]), "max_rejected_in_a_row": 10**6, "max_failed_share": 1.0}
+    return Scenario(
+        num_servers=draw.choice([1, 2, 3, 5, 8]),
+        server=server,
+        batch_size=draw.choice([1, 2, 4, 8]),
+        group=draw.choice([1, 2, 4]),
+        bound=draw.choice([0, 1, 2, 4]),
+        concurrency=draw.choice([None, 1, 3, 8, 32]),
+        lengths=LognormalLengths(draw.choice([4, 32, 64]), draw.choice([0.0, 1.0, 2.0]), 512),
+        train_s=draw.choice([0.0, 0.5, 5.0]),
+        rejected_share=draw.choice([0.0, 0.0, 0.5]),
+        slow_share=draw.choice([0.0, 0.3]),
+        mean_life_s=draw.choice([math.inf, 100.0, 20.0]),
+        hang_share=draw.choice([0.0, 0.5, 1.0]),
+        restart_s=draw.choice([1.0, 20.0, 100.0]),
+        reward_s=draw.choice([0.0, 2.0]),
+        seed=seed,
+        steps=4,
+        warm_up=2,
+        rollout=rollout,
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_token_is_staler_than_the_bound_whatever_fails(seed: int) -> None:
+    scenario = random_scenario(seed)
+    result = simulate(scenario)
+    assert result.failure is None and len(result.step_s) == scenario.steps
+    assert max(result.staleness) <= scenario.bound
+
+
+def test_servers_that_return_one_by_one_share_what_waits() -> None:
+    """Of a step that takes 195 s. It took 3,000 s when the first one that returned got everything."""
+
+    def on_step(step: int) -> None:
+        if step == 3:
+            simulation.loop.call_later(5.0, lose_all)
+
+    def lose_all() -> None:
+        for number, server in enumerate(simulation.servers.values()):
+            server.die()
+            simulation.loop.call_later(20.0 + 5.0 * number, bring_back, server.address)
+
+    def bring_back(address: str) -> None:
+        simulation.servers[address].restart()
+        simulation.loop.create_task(simulation.register(address))
+
+    simulation = Simulation(h100s(24, steps=5, warm_up=0), on_step)
+    result = simulation.run()
+    assert result.failure is None and 195 < result.step_s[-1] < 400
