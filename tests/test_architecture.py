@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "agent": {"api", "utils", "chat", "workflow", "rollout.event_loop"},
     "launcher": {"api", "utils", "watchdog", "inference.backends", "inference.registry"},
     "viewer": {"api", "utils", "rollout.account"},
+    "simulate": {"api", "utils", "rollout", "inference", "engine", "weights", "workflow"},
     "core": {
         *("api", "utils", "algorithms", "rollout", "engine", "inference", "weights", "workflow", "reward", "dataset"),
         *("trainer", "viewer", "launcher.place", "launcher.plan"),
@@ -59,27 +60,28 @@ ROOM_CEILINGS = {
     "dataset": 793,
     "engine": 2046,
     "generation": 901,
-    "inference": 2419,
+    "inference": 2530,
     "launcher": 2540,
     "planner": 101,
     "reward": 599,
-    "rollout": 2247,
+    "rollout": 2251,
     "server": 529,
+    "simulate": 656,
     "trainer": 882,
-    "utils": 2028,
+    "utils": 2032,
     "viewer": 1048,
     "watchdog": 217,
-    "weights": 190,
+    "weights": 189,
     "workflow": 682,
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 26800,
+    "code of the package": 27574,
     "files of a GRPO run": 130,
-    "code of a GRPO run": 17095,
+    "code of a GRPO run": 17213,
     "import depth": 18,
     "keys of a GRPO config": 354,
-    "lines of pages": 5654,
+    "lines of pages": 5655,
     "lines of README.md": 129,
 }
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 600

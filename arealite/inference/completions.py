@@ -71,7 +71,7 @@ class Completions:
         self.config, self.backend, self.servers = config, backend, servers
         self._changed = asyncio.Event()  # set and replaced when the servers have changed
         self._deserted_at: float | None = None  # since when no server can take a request
-        self._queue: deque[asyncio.Future[None]] = deque()  # of requests that wait for a slot, oldest first
+        self._queue: deque[asyncio.Future[Server]] = deque()  # of requests that wait for a slot, oldest first
         self.are_asleep = False  # whether servers have given their memory back until the next weight update
         self._num_loose_requests = 0
         self._tokenizer: asyncio.Task[Any] | None = None
@@ -163,17 +163,21 @@ class Completions:
             self._deserted_at = now()
         self._changed.set()
         self._changed = asyncio.Event()
-        if self._queue:
-            self._wake(self.servers.num_free)
-        elif any(server.num_in_flight == 0 for server in self.servers.serving):
+        if not self._queue and any(server.num_in_flight == 0 for server in self.servers.serving):
             self.health.balance()
+        for server in self.servers.serving if self._queue else ():
+            for _ in range(int(min(len(self._queue), server.num_free))):
+                self._hand_on(server)
 
-    def _wake(self, count: float) -> None:
-        """Let so many requests that wait for a slot look for one."""
-        while self._queue and count > 0:
+    def _release(self, server: Server, num_tokens: int) -> None:
+        self.servers.release(server, num_tokens)
+        self._hand_on(server)
+
+    def _hand_on(self, server: Server) -> None:
+        """Let the oldest request that waits for a slot take one of this server."""
+        while self._queue:
             if not (place := self._queue.popleft()).done():
-                place.set_result(None)
-                count -= 1
+                return place.set_result(server)
 
     async def wait_for_updatable(self) -> None:
         """Wait until a server can take part in a weight update. Raises TimeoutError after `rollout.setup_timeout`."""
@@ -197,8 +201,7 @@ class Completions:
             try:
                 segment = await self._ask(server, req, sampled.tokens, seed, failed)
             finally:
-                self.servers.release(server, max_tokens)
-                self._wake(1)
+                self._release(server, max_tokens)
             if segment is None:
                 continue
             heartbeat.tick()
@@ -215,6 +218,7 @@ class Completions:
             if segment.finish != "abort" or len(sampled.tokens) == req.gconfig.max_new_tokens:
                 break
             num_interrupts += 1
+            self.servers.forget(req.rid)  # its cache is gone
             if req.gconfig.stop:
                 # The server that continues looks for stop strings in its own output only.
                 sampled.truncate(await self._num_settled(sampled.tokens, req.gconfig.stop))
@@ -280,16 +284,16 @@ class Completions:
 
     async def _pick(self, rid: str, num_tokens: int, failed: list[Server]) -> Server:
         """Choose a server; while there is none wait, and stop the clock of the episode."""
-        episode = current_episode.get()
+        episode, freed = current_episode.get(), None
         with contextlib.ExitStack() as standstill:
             while True:
                 changed = self._changed
                 await self._wait_for_update()
-                server = self.servers.pick(rid, num_tokens, avoid=set(failed))
+                server = self.servers.pick(rid, num_tokens, set(failed), freed)
                 if server is not None:
                     return server
                 if self.servers.serving:
-                    await self._wait_for_slot()
+                    freed = None if freed is not None else await self._wait_for_slot()
                     continue
                 if episode is not None:
                     standstill.enter_context(episode.standstill())
@@ -306,22 +310,24 @@ class Completions:
                         f"raise rollout.{key}."
                     ) from None
 
-    async def _wait_for_slot(self) -> None:
-        """Wait until a slot may be free: as long as a request may take, since one that runs ends by then."""
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    async def _wait_for_slot(self) -> Server:
+        """Wait for a server with a free slot: as long as a request may take, since one that runs ends by then."""
+        place: asyncio.Future[Server] = asyncio.get_running_loop().create_future()
         self._queue.append(place)
         try:
             async with asyncio.timeout(limit_s := self.config.request_timeout):
-                await place
-        except TimeoutError:
+                server = await place
+            await self._wait_for_update()
+        except BaseException as error:
+            if place.done() and not place.cancelled():
+                self._hand_on(place.result())
+            if not isinstance(error, TimeoutError):
+                raise
             raise ServerError(
                 f"a server must have a free slot within {limit_s:g} s: got {self.servers.num_slots} slots, all taken. "
                 "Start more servers, or lower rollout.max_concurrent_rollouts."
             ) from None
-        except asyncio.CancelledError:
-            if place.done() and not place.cancelled():
-                self._wake(1)  # another one takes the slot
-            raise
+        return server
 
     async def _wait_for_update(self) -> None:
         if self.may_generate.is_set():

@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import logging
 import math
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable
 
 import aiohttp
@@ -25,6 +24,7 @@ logger = logging.getLogger("arealite.client")
 _FIRST_PAUSE_S = 0.1
 _MAX_PAUSE_S = 1.0
 _MAX_SICK_PAUSE_S = 60.0
+_MAX_HEALTH_CALLS = 50.0  # per second, however many servers
 
 
 class MovedError(ServerError):
@@ -44,17 +44,14 @@ class Health:
         self._servers = servers
         self._may_generate = may_generate
         self.on_dead: Callable[[Server], None] = lambda server: None  # called for a dead one
-        self._timeouts: defaultdict[Server, dict[asyncio.Timeout, float]] = defaultdict(
-            dict
-        )  # requests in flight, since when
-        self._heard_at: defaultdict[Server, float] = defaultdict(float)  # when a server last replied
+        self._timeouts: dict[Server, dict[asyncio.Timeout, float]] = {}  # one per request in flight, and its start
         self._tasks = BackgroundTasks("watching which servers answer", logger)
         self._tasks.start(self._watch())
 
     @contextlib.asynccontextmanager
     async def in_flight(self, server: Server) -> AsyncIterator[None]:
         """Watch the server of the block's request; UnreachableError if it is dead while another one is alive."""
-        timeouts = self._timeouts[server]
+        timeouts = self._timeouts.setdefault(server, {})
         timeout = asyncio.timeout(None)
         try:
             async with timeout:
@@ -69,19 +66,32 @@ class Health:
             ) from None
         finally:
             timeouts.pop(timeout, None)
-        self._heard_at[server] = asyncio.get_running_loop().time()
+            if not timeouts:
+                self._timeouts.pop(server, None)
+        server.heard_at = asyncio.get_running_loop().time()
         server.num_failures = 0  # a good answer ends a series of errors
 
     def balance(self) -> None:
         """Take the youngest requests away from serving servers with more than their share of all, as some must be idle:
         what is lost has been sampled in the last `young_s` seconds."""
-        loop, serving = asyncio.get_running_loop(), self._servers.serving
+        now, serving = asyncio.get_running_loop().time(), self._servers.serving
         share = math.ceil(sum(server.num_in_flight for server in serving) / max(1, len(serving)))
         for server in serving:
-            youngest = reversed(self._timeouts[server].items())
+            youngest = reversed(self._timeouts.get(server, {}).items())
             for timeout, began in itertools.islice(youngest, max(0, server.num_in_flight - share)):
-                if loop.time() - began < self.young_s:
-                    timeout.reschedule(loop.time())
+                if now - began < self.young_s:
+                    timeout.reschedule(now)
+
+    def _relieve_slow(self) -> None:
+        """Take requests that last longer than usual away from slow servers while another one has a free slot: they
+        would hold up the batch."""
+        servers, now = self._servers, asyncio.get_running_loop().time()
+        slow = [server for server in self._timeouts if server.state == "serving" and servers.is_slow(server)]
+        if slow and any(one.num_free > 0 and not servers.is_slow(one) for one in servers.serving):
+            usual_s = max(self.quiet_s, servers.usual_s or 0.0)
+            for timeout, began in [pair for server in slow for pair in self._timeouts[server].items()]:
+                if now - began > usual_s:
+                    timeout.reschedule(now)
 
     def suspect(self, server: Server) -> None:
         """Remove a server until it answers /health."""
@@ -119,25 +129,26 @@ class Health:
         return False
 
     async def _watch(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self.quiet_s / 4)
-            for server in dict.fromkeys([*self._timeouts, *self._servers.serving]):
-                quiet_s = self.quiet_s if self._timeouts[server] else self.idle_s
-                is_asked = bool(self._timeouts[server]) or server.state == "serving"
-                if is_asked and loop.time() - self._heard_at[server] > quiet_s and self._may_generate.is_set():
+            self._relieve_slow()
+            now, serving = asyncio.get_running_loop().time(), self._servers.serving
+            at_most_s = len(serving) / _MAX_HEALTH_CALLS
+            for server in dict.fromkeys([*self._timeouts, *serving]):
+                quiet_s = max(self.quiet_s if server in self._timeouts else self.idle_s, at_most_s)
+                if now - server.heard_at > quiet_s and self._may_generate.is_set():
                     self._tasks.start(self._examine(server), ("examine", server))
 
     async def _examine(self, server: Server) -> None:
         """Ask a silent server for /health; if that fails, take its requests away when another server serves."""
         asked_at = asyncio.get_running_loop().time()
         if await self._answers(server.address, "/health", self.health_s) is not False:
-            self._heard_at[server] = asked_at
-        if self._heard_at[server] >= asked_at or not self._may_generate.is_set():
+            server.heard_at = asked_at
+        if server.heard_at >= asked_at or not self._may_generate.is_set():
             return
         self.suspect(server)
         if self._servers.serving or server not in self._servers.servers:
-            for timeout in self._timeouts[server]:
+            for timeout in self._timeouts.get(server, ()):
                 timeout.reschedule(asked_at)
 
     async def _readmit(self, server: Server, pause_s: float) -> None:

@@ -6,6 +6,7 @@ answer, or failed in an update: it gets neither, until `Health` has found that i
 """
 
 import math
+import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Set
@@ -17,9 +18,11 @@ from arealite.utils.network import addresses_in
 
 _MAX_STICKY = 65536  # remembered rids; the oldest are forgotten first
 _MIN_TOKENS = 8  # shorter completions say more about the prompt than about the server's speed
-_MAX_SLOWNESS = 4.0  # how many times slower than the fastest a server may be that keeps the requests of a rid
-_NEWEST_SHARE = 0.2  # how much the newest completion counts in the moving average
-_HALF_LIFE_S = 60.0  # in which an old measurement loses half of its weight
+_MAX_SLOWNESS = 2.0  # how many times as long as usual a token may take at a server that requests go to
+_FORGOTTEN_S = 60.0  # after which a slow server without requests gets one, which measures it again
+_NUM_AVERAGED = 5  # completions that a server's average is over, besides as many as are in flight
+_NUM_USUAL = 50  # completions that the averages of all servers are over
+_NUM_CANDIDATES = 8  # servers that a choice compares: the best of a few is nearly the best of thousands
 NO_VERSION = -1  # of a server whose weights are unknown
 
 
@@ -48,6 +51,7 @@ class Server:
     outstanding_tokens: int = 0  # tokens of the requests in flight, prompts and largest completions
     num_requests: int = 0  # sent so far
     num_in_flight: int = 0
+    heard_at: float = 0.0  # when it last replied
     tokens_per_s: float | None = None  # moving average for one request; None before the first completion
     measured_at: float = 0.0  # when that was last measured
     num_failures: int = 0  # times that it was removed since its last completion or weight update
@@ -76,6 +80,10 @@ class ServerPool:
         self.version = 0  # of the newest published weights
         self._started_with = NO_VERSION  # version with which servers are started; unknown after the first update
         self._servers: dict[str, Server] = {}
+        self._num_changes, self._by_state = 0, (-1, dict[str, list[Server]]())  # derived after that many changes
+        self._tokens_per_s: float | None = None  # moving average of all servers for one request
+        self.usual_s: float | None = None  # moving average of the duration of a request
+        self._draw = random.Random(0)
         self._sticky: OrderedDict[str, str] = OrderedDict()
         self._shown: dict[str, int] = {}  # versions of the servers of the last view
 
@@ -110,8 +118,8 @@ class ServerPool:
 
     def add(self, address: str, facts: ServerFacts = ServerFacts()) -> None:
         """Add a server, whose weights are unknown after the first weight update; a member stays as it is."""
-        self._servers.setdefault(address, Server(address, facts, version=self._started_with))
-        self._settle()
+        server = self._servers.setdefault(address, Server(address, facts, version=self._started_with))
+        self._settle([server])
 
     def remove(self, address: str) -> bool:
         """Send nothing more to a server; requests in flight end as they may. Return whether it was a member."""
@@ -135,7 +143,7 @@ class ServerPool:
         """Record that a server no longer holds weights that it once had, unless newer ones have come meanwhile."""
         if server.version == version:
             server.version, server.group = NO_VERSION, ""
-        self._settle()
+        self._settle([server])
 
     def suspend(self, server: Server) -> None:
         """Send nothing to a server until `restore`; it may come back as another process."""
@@ -145,11 +153,11 @@ class ServerPool:
     def restore(self, server: Server) -> None:
         """Use a suspended server again: for requests if it still has the newest weights, else once it gets them."""
         server.state = "joining"
-        self._settle()
+        self._settle([server])
 
-    def _settle(self) -> None:
-        """Derive who serves and who is joining from the versions."""
-        for server in self.servers:
+    def _settle(self, changed: Iterable[Server] | None = None) -> None:
+        """Derive from the versions who serves and who is joining, of all servers or of those that have changed."""
+        for server in self._servers.values() if changed is None else changed:
             if server.state != "removed":
                 server.state = "serving" if server.version == self.version else "joining"
         self._notify()
@@ -161,11 +169,6 @@ class ServerPool:
         return None if not slots or None in slots else sum(number or 0 for number in slots)
 
     @property
-    def num_free(self) -> float:
-        """How many more requests the serving servers could run; infinite if it is unknown of one."""
-        return sum(max(0, server.num_free) for server in self.serving)
-
-    @property
     def servers(self) -> list[Server]:
         """All members, in the order in which they were added."""
         return list(self._servers.values())
@@ -173,12 +176,21 @@ class ServerPool:
     @property
     def serving(self) -> list[Server]:
         """The servers that get requests."""
-        return [server for server in self.servers if server.state == "serving"]
+        return self._in("serving")
 
     @property
     def joining(self) -> list[Server]:
         """The servers that wait for the newest weights."""
-        return [server for server in self.servers if server.state == "joining"]
+        return self._in("joining")
+
+    def _in(self, state: str) -> list[Server]:
+        num_changes, (derived_after, by_state) = self._num_changes, self._by_state
+        if num_changes != derived_after:
+            by_state = {"serving": [], "joining": [], "removed": []}
+            for server in self.servers:
+                by_state[server.state].append(server)
+            self._by_state = num_changes, by_state
+        return by_state[state]
 
     @property
     def updatable(self) -> list[Server]:
@@ -193,23 +205,26 @@ class ServerPool:
             words.append(f"{one.address} with {weights}" + (", removed" if one.state == "removed" else ""))
         return "; ".join(words) or "no server"
 
-    def pick(self, rid: str, num_tokens: int, avoid: Set[Server] = frozenset()) -> Server | None:
+    def pick(
+        self, rid: str, num_tokens: int, avoid: Set[Server] = frozenset(), freed: Server | None = None
+    ) -> Server | None:
         """Choose the serving server with a free slot that should finish a request first, if possible not one to
         `avoid`, and count the request until `release`; None if there is none: a request that waits here can go to a
-        server that joins meanwhile. Requests with the same `rid` stay on one server, which has cached their prefix."""
-        serving = [one for one in self.serving if one.num_free > 0]
-        if not serving:
+        server that joins meanwhile. Requests with the same `rid` stay on one server, which has cached their prefix; a
+        request that has waited takes the `freed` slot."""
+        sticky = self._servers.get(self._sticky.get(rid, ""))
+        candidates = [one for one in ([freed] if freed else self._candidates(sticky)) if self._has_slot(one)]
+        if not candidates and freed is None:
+            candidates = [one for one in self.serving if self._has_slot(one)]
+        if not candidates:
             return None
-        fastest = max((one.tokens_per_s for one in serving if one.tokens_per_s is not None), default=1.0)
-        server = self._servers.get(self._sticky.get(rid, ""))
-        is_fit = server in serving and server not in avoid
-        if server is None or not is_fit or _MAX_SLOWNESS * self._expected_tokens_per_s(server, fastest) < fastest:
+        server = sticky if sticky in candidates and sticky not in avoid else None
+        if server is None or self.is_slow(server):
 
-            def order(one: Server) -> tuple[bool, float, int]:
-                work = one.outstanding_tokens + num_tokens
-                return one in avoid, work / self._expected_tokens_per_s(one, fastest), one.num_requests
+            def order(one: Server) -> tuple[bool, bool, int, int]:
+                return one in avoid, self.is_slow(one), one.outstanding_tokens, one.num_requests
 
-            server = min(serving, key=order)
+            server = min(candidates, key=order)
         self._sticky[rid] = server.address
         self._sticky.move_to_end(rid)
         if len(self._sticky) > _MAX_STICKY:
@@ -219,6 +234,15 @@ class ServerPool:
         server.num_in_flight += 1
         return server
 
+    def _candidates(self, sticky: Server | None) -> list[Server]:
+        serving = self.serving
+        if len(serving) <= _NUM_CANDIDATES:
+            return serving
+        return [*self._draw.sample(serving, _NUM_CANDIDATES), *([] if sticky is None else [sticky])]
+
+    def _has_slot(self, server: Server) -> bool:
+        return server.state == "serving" and server.num_free > 0
+
     def forget(self, rid: str) -> None:
         """Let the requests of a rid go to any server."""
         self._sticky.pop(rid, None)
@@ -226,18 +250,19 @@ class ServerPool:
     def measure(self, server: Server, num_tokens: int, seconds: float) -> None:
         """Record how long a server took for a completion."""
         if num_tokens >= _MIN_TOKENS:
-            new, old = num_tokens / max(seconds, 1e-6), server.tokens_per_s
-            server.tokens_per_s = new if old is None else old + _NEWEST_SHARE * (new - old)
+            speed = num_tokens / max(seconds, 1e-6)
+            server.tokens_per_s = _averaged(server.tokens_per_s, speed, _NUM_AVERAGED + server.num_in_flight)
+            self._tokens_per_s = _averaged(self._tokens_per_s, speed, _NUM_USUAL)
+            self.usual_s = _averaged(self.usual_s, seconds, _NUM_USUAL)
             server.measured_at = self._clock()
 
-    def _expected_tokens_per_s(self, server: Server, fastest: float) -> float:
-        """A server without a measurement counts as the fastest. An old measurement fades towards that, so that a server
-        that was slow gets a request now and then, whose speed is the next measurement. While it has one nothing fades:
-        what takes so long says that it is still slow."""
-        if server.tokens_per_s is None:
-            return fastest
-        age_s = 0.0 if server.outstanding_tokens else self._clock() - server.measured_at
-        return fastest + (server.tokens_per_s - fastest) * 0.5 ** (age_s / _HALF_LIFE_S)
+    def is_slow(self, server: Server) -> bool:
+        """Tell whether a server is so slow that it gets requests only when others have no slot. One without requests
+        is given one after a while, whose speed is the next measurement."""
+        if server.tokens_per_s is None or self._tokens_per_s is None:
+            return False
+        is_known = server.num_in_flight or self._clock() - server.measured_at < _FORGOTTEN_S
+        return bool(is_known) and _MAX_SLOWNESS * server.tokens_per_s < self._tokens_per_s
 
     def release(self, server: Server, num_tokens: int) -> None:
         """Undo the count of `pick`."""
@@ -245,8 +270,13 @@ class ServerPool:
         server.num_in_flight -= 1
 
     def _notify(self) -> None:
+        self._num_changes += 1
         if self.on_change is not None:
             self.on_change()
+
+
+def _averaged(old: float | None, new: float, count: int) -> float:
+    return new if old is None else old + (new - old) / count
 
 
 def backoff_s(num_failures: int, first_s: float, max_s: float) -> float:

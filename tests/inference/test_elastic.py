@@ -148,7 +148,7 @@ def test_a_server_that_joins_gets_what_waits_for_a_slot_or_its_share_of_the_rest
     assert first.calls.count("/generate") == 8, "as many as it has slots"
     registry.put("server-1", second.address)
     until(lambda: second.engine.stats().running == num_requests - 8 + num_moved)
-    assert first.engine.stats().running == 8 - num_moved
+    assert [one.num_in_flight for one in rollout.servers.servers] == [8 - num_moved, num_requests - 8 + num_moved]
     assert pending.result(LIMIT_S).batch_size[0] == num_requests
     assert first.calls.count("/generate") == 8 and rollout.stats.failed == 0
 

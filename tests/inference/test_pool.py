@@ -47,12 +47,15 @@ def test_a_rid_leaves_a_server_that_is_very_slow() -> None:
     """Its cached prefix saves less than the server's slowness costs."""
     servers = pool_of(["a", "b"])
     a, b = servers.servers
-    for speed, expected in ((100.0, a), (30.0, a), (20.0, b), (100.0, b)):
-        a.tokens_per_s, b.tokens_per_s = speed, 100.0
-        a.measured_at = b.measured_at = servers._clock()
-        assert servers.pick("r", 10) is expected, speed
-        for server in (a, b):
-            server.outstanding_tokens = 1  # nothing fades
+    assert servers.pick("r", 10) is a
+    for _ in range(100):
+        servers.measure(a, 60, 1.0)
+        servers.measure(b, 100, 1.0)
+    assert servers.pick("r", 10) is a, "slower, but not by half"
+    for _ in range(100):
+        servers.measure(a, 30, 1.0)
+        servers.measure(b, 100, 1.0)
+    assert [servers.pick("r", 10) for _ in range(3)] == [b] * 3, "also with more to do"
 
 
 def test_only_servers_with_the_newest_weights_are_picked() -> None:
@@ -103,12 +106,23 @@ def test_a_server_gets_at_most_as_many_requests_as_it_has_slots() -> None:
     pool.advance(pool.servers, 0)
     a, b = pool.servers
     assert [pool.pick("r", 1), pool.pick("r", 1), pool.pick("r", 1), pool.pick("r", 1)] == [a, a, b, None]
-    assert pool.num_free == 0
     pool.release(a, 1)
-    assert pool.num_free == 1 and pool.pick("new", 1, avoid={a}) is a
+    assert pool.pick("new", 1, avoid={a}) is a
+    pool.release(b, 1)
+    assert pool.pick("new", 1, freed=a) is None and pool.pick("new", 1, freed=b) is b
     pool.add("c")
     pool.advance(pool.servers, 1)
-    assert pool.num_free == float("inf"), "it does not tell"
+    assert [pool.pick("r", 1).address for _ in range(20)] == ["c"] * 20, "it does not tell its slots"  # type: ignore[union-attr]
+
+
+def test_of_many_servers_the_best_of_a_few_is_nearly_the_best() -> None:
+    pool = pool_of([f"s{number}" for number in range(500)])
+    for number in range(10_000):
+        pool.pick(str(number), 1)
+    assert (
+        max(server.num_in_flight for server in pool.servers) <= 22
+        and sum(one.num_in_flight for one in pool.servers) == 10_000
+    )
 
 
 def simulate(coroutine: Coroutine[Any, Any, None]) -> None:

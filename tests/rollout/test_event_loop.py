@@ -273,9 +273,9 @@ def activity() -> Activity:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def clock(activity: Activity, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr(f"{event_loop.__name__}.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(activity, "clock", lambda: now[0])
     return now
 
 
