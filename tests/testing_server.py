@@ -20,7 +20,7 @@ from typing import Any, Literal
 from aiohttp import web
 
 from arealite.api.io_struct import ParamSpec
-from arealite.utils.weight_transfer import BroadcastGroup, close_group, join_group, receive_bucket
+from arealite.utils.weight_transfer import BroadcastGroup, close_group, join_group, receive_buckets
 
 VOCABULARY = 1000
 EOS = 1
@@ -310,12 +310,15 @@ class ScriptedServer:
         names = name if isinstance(name, list) else [name] * len(specs)
         by_rank = [[self._groups[one][rank] for one in names] for rank in range(self.tp_size)]
         try:
-            bucket, *_ = await asyncio.gather(*(asyncio.to_thread(receive_bucket, one, specs) for one in by_rank))
+            sizes = body.get("bucket_sizes") or [len(specs)]
+            receiving = (asyncio.to_thread(lambda one=one: [*receive_buckets(one, specs, sizes)]) for one in by_rank)
+            buckets, *_ = await asyncio.gather(*receiving)
         except ConnectionError as error:
             for group in itertools.chain(*(self._groups.pop(one) for one in set(names))):
                 close_group(group)
             return web.json_response({"success": False, "message": str(error)}, status=400)
-        (self.weights if self._staged is None else self._staged).update(bucket)
+        for bucket in buckets:
+            (self.weights if self._staged is None else self._staged).update(bucket)
         if body["weight_version"] is not None and self._staged is None:
             self.version = int(body["weight_version"])
         elif body["weight_version"] is not None:

@@ -11,6 +11,7 @@ import itertools
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Literal
 
 import aiohttp
 
@@ -45,20 +46,23 @@ class Health:
         self._may_generate = may_generate
         self.on_dead: Callable[[Server], None] = lambda server: None  # called for a dead one
         self._timeouts: dict[Server, dict[asyncio.Timeout, float]] = {}  # one per request in flight, and its start
+        self._update_calls: dict[Server, dict[asyncio.Timeout, float]] = {}  # the same of calls of a weight update
         self._tasks = BackgroundTasks("watching which servers answer", logger)
         self._tasks.start(self._watch())
 
     @contextlib.asynccontextmanager
-    async def in_flight(self, server: Server) -> AsyncIterator[None]:
-        """Watch the server of the block's request; UnreachableError if it is dead while another one is alive."""
-        timeouts = self._timeouts.setdefault(server, {})
+    async def in_flight(self, server: Server, *, is_update: bool = False) -> AsyncIterator[None]:
+        """Watch the server of the block's request; UnreachableError if it is dead while another one is alive, or if it
+        is dead in a weight update: a node that is gone closes no connection."""
+        calls = self._update_calls if is_update else self._timeouts
+        timeouts = calls.setdefault(server, {})
         timeout = asyncio.timeout(None)
         try:
             async with timeout:
                 timeouts[timeout] = asyncio.get_running_loop().time()
                 yield
         except TimeoutError:
-            if server.state == "serving":
+            if server.state == "serving" and not is_update:
                 raise MovedError from None
             raise UnreachableError(
                 f"a request to http://{server.address} must reach a live server: got no answer to /health within "
@@ -67,7 +71,9 @@ class Health:
         finally:
             timeouts.pop(timeout, None)
             if not timeouts:
-                self._timeouts.pop(server, None)
+                calls.pop(server, None)
+        if is_update:
+            return
         server.heard_at = asyncio.get_running_loop().time()
         server.num_failures = 0  # a good answer ends a series of errors
 
@@ -110,10 +116,11 @@ class Health:
         return pause_s
 
     async def dead_among(self, servers: Iterable[Server]) -> list[Server]:
-        """Return the servers that don't answer /health, and remove them until they do."""
+        """Return the servers of an update that don't answer, and remove them until they do. Any answer counts: SGLang
+        does not answer /health while it is paused."""
         asked = list(servers)
-        answers = await asyncio.gather(*(self._answers(server.address, "/health", self.health_s) for server in asked))
-        dead = [server for server, is_healthy in zip(asked, answers, strict=True) if is_healthy is False]
+        answers = await asyncio.gather(*(self._answers(one.address, "/", self.health_s) for one in asked))
+        dead = [server for server, is_alive in zip(asked, answers, strict=True) if is_alive is False]
         for server in dead:
             self.suspect(server)
         return dead
@@ -138,17 +145,21 @@ class Health:
                 quiet_s = max(self.quiet_s if server in self._timeouts else self.idle_s, at_most_s)
                 if now - server.heard_at > quiet_s and self._may_generate.is_set():
                     self._tasks.start(self._examine(server), ("examine", server))
+            for server, calls in self._update_calls.items():
+                if now - max(min(calls.values()), server.heard_at) > self.quiet_s:
+                    self._tasks.start(self._examine(server, "/"), ("examine in an update", server))
 
-    async def _examine(self, server: Server) -> None:
-        """Ask a silent server for /health; if that fails, take its requests away when another server serves."""
-        asked_at = asyncio.get_running_loop().time()
-        if await self._answers(server.address, "/health", self.health_s) is not False:
+    async def _examine(self, server: Server, endpoint: Literal["/health", "/"] = "/health") -> None:
+        """Ask a silent server for /health; if that fails, take its requests away when another server serves. In an
+        update, any answer counts."""
+        asked_at, is_update = asyncio.get_running_loop().time(), endpoint == "/"
+        if await self._answers(server.address, endpoint, self.health_s) is not False:
             server.heard_at = asked_at
-        if server.heard_at >= asked_at or not self._may_generate.is_set():
+        if server.heard_at >= asked_at or not (is_update or self._may_generate.is_set()):
             return
         self.suspect(server)
-        if self._servers.serving or server not in self._servers.servers:
-            for timeout in self._timeouts.get(server, ()):
+        if is_update or self._servers.serving or server not in self._servers.servers:
+            for timeout in (self._update_calls if is_update else self._timeouts).get(server, ()):
                 timeout.reschedule(asked_at)
 
     async def _readmit(self, server: Server, pause_s: float) -> None:

@@ -294,13 +294,13 @@ class WeightReceiver:
         if self._port_holder is not None:
             self._port_holder.close()
         if plan is not None:  # a server that is gone or refuses does not matter
-            groups = [*plan.groups.values()]
-            failures = await self._try_on_all(lambda one: self._backend.leave(one, groups), plan.servers, _LEAVE_S)
+            groups, members = [*plan.groups.values()], [one for one in plan.servers if one.state != "removed"]
+            failures = await self._try_on_all(lambda one: self._backend.leave(one, groups), members, _LEAVE_S)
             for error in failures.values():
                 logger.info("a server did not leave group %s: %s", plan.name, error)
 
     async def _broadcast(self, plan: BroadcastPlan) -> None:
-        """Let the servers join the groups and receive the buckets in send order; the last one carries the version."""
+        """Let the servers join the groups and receive the buckets in send order."""
         update = self._update
         if not self._has_joined:
             await self._join(plan)
@@ -308,12 +308,10 @@ class WeightReceiver:
         await self._on_all(self._backend.begin, plan.servers)
         update.is_torn = True
         frozen = update.meta.frozen.names if update.transfer.is_partial and update.meta.frozen else ()
-        buckets = buckets_without(update.meta.nccl_param_specs, frozen)
-        for index, specs in enumerate(buckets):
-            version = update.transfer.version if index == len(buckets) - 1 else None
-            receive = functools.partial(self._backend.receive, bucket=plan.bucket_of(specs), version=version)
-            await self._on_all(receive, plan.servers)
-            self.num_bytes += sum(one.size for one in specs)
+        buckets = [plan.bucket_of(specs) for specs in buckets_without(update.meta.nccl_param_specs, frozen)]
+        receive = functools.partial(self._backend.receive, buckets=buckets, version=update.transfer.version)
+        await self._on_all(receive, plan.servers)
+        self.num_bytes += sum(one.size for bucket in buckets for specs in bucket.values() for one in specs)
         if update.transfer.wants_fingerprints:
             await self._update.wait_for_sender()  # fingerprints are known only when the last bucket has been sent
         sent = self._holders.sent(update.transfer)
@@ -405,7 +403,8 @@ class WeightReceiver:
         if await update.has_lost_sender():  # other workers will take its place
             return True
         is_wrong = any(isinstance(why, MismatchError) and one.state == "serving" for one, why in failures.items())
-        dead = await self._completions.health.dead_among(update.asked)
+        dead = [one for one in update.asked if one.state == "removed"]
+        dead += await self._completions.health.dead_among(one for one in update.asked if one not in dead)
         if not (dead or is_wrong):  # else the errors of other servers may be a consequence
             await self.remove(dict.fromkeys(update.asked, error) if update.meta.only_joining else failures)
         if is_wrong or (failures and not self._servers.updatable and all(map(self._is_refusal, failures.values()))):
@@ -446,11 +445,15 @@ class WeightReceiver:
 
     # Calls to servers
 
+    async def _call(self, call: _Call[T], server: Server, deadline: float) -> T:
+        async with self._completions.health.in_flight(server, is_update=True):
+            return await call(self._completions.connection(server.address, deadline))
+
     async def _try_on_all(
         self, call: _Call[object], servers: Sequence[Server], limit_s: float
     ) -> dict[Server, BaseException]:
         """Call something for all servers at once, whatever becomes of the others; return what went wrong."""
-        calls = [call(self._completions.connection(server.address, deadline_in(limit_s))) for server in servers]
+        calls = [self._call(call, server, deadline_in(limit_s)) for server in servers]
         outcomes = zip(servers, await asyncio.gather(*calls, return_exceptions=True), strict=True)
         return {server: outcome for server, outcome in outcomes if isinstance(outcome, BaseException)}
 
@@ -460,7 +463,7 @@ class WeightReceiver:
 
         async def call_one(server: Server) -> T | None:
             try:
-                return await call(self._completions.connection(server.address, update.deadline))
+                return await self._call(call, server, update.deadline)
             except OutOfFilesError:  # which is not the server's fault
                 raise
             except ServerError as error:

@@ -37,7 +37,7 @@ from arealite.utils.hf import load_causal_lm, load_hf_tokenizer, load_image_proc
 from arealite.utils.images import Images, from_base64, process_images, sees_images
 from arealite.utils.secret import is_authorized, refusal
 from arealite.utils.token_ids import expansion
-from arealite.utils.weight_transfer import DTYPES, BroadcastGroup, close_group, join_group, receive_bucket
+from arealite.utils.weight_transfer import DTYPES, BroadcastGroup, close_group, join_group, receive_buckets
 
 logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 * 2**20
@@ -202,7 +202,7 @@ class WeightReceiver:
             self._is_partial, self._next_fingerprints = False, {}
 
     async def stage(self, body: protocol.BucketBody) -> None:
-        """Receive one bucket."""
+        """Receive tensors, bucket by bucket."""
         async with self._lock:
             groups: list[BroadcastGroup] = []
             for name in body.groups:
@@ -213,7 +213,9 @@ class WeightReceiver:
                 if self._staged is None:
                     raise ValueError("/begin_weight_update must come first: got a bucket outside of an update.")
                 check_shapes({spec.name: spec.shape for spec in body.specs}, self._engine.weight_shapes)
-                self._staged.update(await in_thread(receive_bucket, groups, body.specs))
+                buckets = receive_buckets(groups, body.specs, body.bucket_sizes or [len(groups)])
+                while bucket := await in_thread(next, buckets, None):
+                    self._staged.update(bucket)
             except BaseException:  # also a cancellation must stop the senders
                 self._staged = None
                 for name in body.groups:

@@ -123,12 +123,13 @@ class LeaveGroupBody(Body):
 
 class BucketBody(Body):
     """POST /update_weights_from_distributed: the next tensors, in order. With several senders `group_name` has the
-    group of each tensor, and the tensors arrive in parallel; SGLang has one group per call."""
+    group of each tensor, and the tensors of a bucket arrive in parallel; SGLang has one group and bucket per call."""
 
     names: list[str]
     dtypes: list[str]
     shapes: list[list[Annotated[int, Field(ge=0)]]]
     group_name: str | list[str]
+    bucket_sizes: list[Annotated[int, Field(ge=1)]] | None = None  # in tensors; None is one bucket
     flush_cache: bool = True
     weight_version: str | None = None
 
@@ -140,6 +141,8 @@ class BucketBody(Body):
                 "names, dtypes and shapes, and group_name if it is a list, must have equal lengths: "
                 f"got {', '.join(map(str, lengths))}"
             )
+        if self.bucket_sizes is not None and sum(self.bucket_sizes) != len(self.names):
+            raise ValueError(f"bucket_sizes must add up to the {len(self.names)} tensors: got {self.bucket_sizes}")
         unknown = [dtype for dtype in self.dtypes if dtype.removeprefix("torch.") not in DTYPES]
         if unknown:
             raise ValueError(f"dtypes must be one of {', '.join(DTYPES)}: got {unknown[0]}")

@@ -9,6 +9,7 @@ rules but was not run: it connects at the first transfer, and a peer that dies t
 """
 
 import contextlib
+import itertools
 import time
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -175,6 +176,16 @@ def receive_bucket(groups: Iterable[BroadcastGroup], specs: Iterable[tuple[Any, 
         parts.append((group, bucket[name]))
     _broadcast(parts, None)
     return bucket
+
+
+def receive_buckets(
+    groups: Iterable[BroadcastGroup], specs: Iterable[tuple[Any, ...]], sizes: Iterable[int]
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Receive the tensors of `receive_bucket` in buckets of these numbers of tensors, each when it is asked for."""
+    left = zip(groups, specs, strict=True)
+    for size in sizes:
+        parts = list(itertools.islice(left, size))
+        yield receive_bucket([group for group, _ in parts], [spec for _, spec in parts])
 
 
 def close_group(group: BroadcastGroup) -> None:

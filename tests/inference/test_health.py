@@ -115,6 +115,23 @@ async def test_requests_wait_for_a_stopped_server_if_there_is_no_other() -> None
                 assert await request == {"done": True}
 
 
+async def test_a_call_of_an_update_ends_when_its_server_is_dead_and_not_before() -> None:
+    async def call(health: Health, server: Server, seconds: float) -> Json:
+        async with health.in_flight(server, is_update=True):
+            connection = ServerConnection(health.session, server.address, deadline_in(600))
+            return await connection.request("POST", "/generate", {"seconds": seconds})
+
+    with started() as (address, pid):
+        async with watching(address) as (health, (server,), may_generate):
+            may_generate.clear()
+            assert await call(health, server, 1.5) == {"done": True} and server.state == "serving"
+            os.kill(pid, signal.SIGSTOP)
+            with pytest.raises(UnreachableError, match=f"{address} must reach a live server"):
+                await call(health, server, 600)
+            assert server.state == "removed"
+            os.kill(pid, signal.SIGCONT)
+
+
 @pytest.mark.parametrize("kind", ["ssh", "bad chunk", "redirect"])
 async def test_a_server_that_spoke_no_http_is_readmitted(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """No reply kills the task that waits for it, and none puts the run's secret into a log."""
@@ -122,7 +139,7 @@ async def test_a_server_that_spoke_no_http_is_readmitted(kind: str, caplog: pyte
     caplog.clear()
     with serve(ScriptedServer(raw={"/health": REPLIES[kind]})) as one:
         async with watching(one.address) as (health, (server,), _):
-            assert await health.dead_among([server]) == [server]
+            health.suspect(server)
             await asyncio.sleep(0.5)
             assert server.state == "removed"
             one.raw.clear()
@@ -134,7 +151,7 @@ async def test_a_server_that_spoke_no_http_is_readmitted(kind: str, caplog: pyte
 @pytest.mark.parametrize("body", [b'"ok"', b"{", b'{"success": false}', b""])
 async def test_any_status_of_success_is_health(body: bytes) -> None:
     """Gateways answer what they like."""
-    with serve(ScriptedServer(raw={"/health": json_reply(body)})) as one:
+    with serve(ScriptedServer(raw={"/": json_reply(body)})) as one:
         async with watching(one.address) as (health, (server,), _):
             assert await health.dead_among([server]) == []
 

@@ -161,7 +161,6 @@ def test_a_broadcast(pause_mode: str, pause: str) -> None:
             "abandon_weight_update",
             "/start_weight_update",
             "/update_weights",
-            "/update_weights",
             "mismatched_weights",
             "/finish_weight_update",
             *(() if pause_mode == "in_place" else ("/reset_prefix_cache",)),

@@ -379,6 +379,24 @@ async def test_update_by_broadcast_again_and_again(client: Client) -> None:
         close_group(trainer.group)
 
 
+async def test_one_call_takes_several_buckets(client: Client) -> None:
+    trainer = Trainer(client, "g", seed=5)
+    await trainer.join()
+    names = list(trainer.weights)
+    wrong = trainer.bucket(names, bucket_sizes=[9])
+    status, reply = await client.post("/update_weights_from_distributed", wrong)
+    assert status == 400 and f"must add up to the {len(names)} tensors: got [9]" in reply["error"]["message"]
+    await client.post("/begin_weight_update")
+    body = trainer.bucket(names, bucket_sizes=[9, len(names) - 9], weight_version="7")
+    receiving = asyncio.create_task(client.post("/update_weights_from_distributed", body))
+    for part in (names[:9], names[9:]):
+        assert not receiving.done()
+        await asyncio.to_thread(send_bucket, trainer.group, [trainer.weights[name] for name in part])
+    assert (await receiving)[0] == 200 and (await client.post("/end_weight_update"))[0] == 200
+    check_logprobs(build(config(), seed=5), [5, 6], await client.generate([5, 6], max_new_tokens=30))
+    close_group(trainer.group)
+
+
 async def test_an_unfinished_update_changes_nothing(client: Client) -> None:
     trainer = Trainer(client, "g", seed=5)
     await trainer.join()

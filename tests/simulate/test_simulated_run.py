@@ -110,3 +110,12 @@ def test_servers_that_return_one_by_one_share_what_waits() -> None:
     simulation = Simulation(h100s(24, steps=5, warm_up=0), on_step)
     result = simulation.run()
     assert result.failure is None and 195 < result.step_s[-1] < 400
+
+
+def test_a_server_that_vanishes_holds_up_one_update_until_it_is_known_to_be_dead() -> None:
+    """For 12 s, and not for the 120 s that an update may take."""
+    scenario = Scenario(num_servers=6, steps=20, warm_up=0, lengths=SPREAD, server=CROWDED, mean_life_s=60.0,
+                        hang_share=1.0, restart_s=20.0)  # fmt: skip
+    result = simulate(scenario)
+    assert result.failure is None and result.num_deaths >= 5
+    assert result.spent_s["weights"] < scenario.steps + 13 * result.num_deaths

@@ -138,10 +138,11 @@ class BroadcastPlan:
         }
 
 
-def described(bucket: Bucket) -> Json:
-    """Return names, dtypes and shapes of tensors, and the group of each."""
-    parts = [(group, spec) for group, specs in bucket.items() for spec in specs]
+def described(buckets: Sequence[Bucket]) -> Json:
+    """Return names, dtypes, shapes and groups of tensors, and how many of them each bucket has."""
+    parts = [(group, spec) for bucket in buckets for group, specs in bucket.items() for spec in specs]
     return {
+        "bucket_sizes": [sum(map(len, bucket.values())) for bucket in buckets],
         "names": [spec.name for _, spec in parts],
         "dtypes": [spec.dtype for _, spec in parts],
         "shapes": [list(spec.shape) for _, spec in parts],
@@ -260,8 +261,8 @@ class Backend(abc.ABC):
         """Start an update by broadcast, dropping an unfinished one."""
 
     @abc.abstractmethod
-    async def receive(self, server: ServerConnection, bucket: Bucket, version: int | None) -> None:
-        """Receive a bucket of tensors, in the same order on all servers; the last comes with the version."""
+    async def receive(self, server: ServerConnection, buckets: Sequence[Bucket], version: int) -> None:
+        """Receive the tensors of `version`, bucket by bucket, in the same order on all servers."""
 
     @abc.abstractmethod
     async def end(self, server: ServerConnection, version: int, sent: Sent) -> list[str]:

@@ -1,6 +1,7 @@
 """Our embedded server `arealite.server`: SGLang's protocol, with fingerprints, deadlines, counts of stale tokens, and
 buckets of several senders."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from arealite.inference.backends.base import Bucket, MismatchError, Sent, described
@@ -29,8 +30,9 @@ class LiteBackend(SGLangBackend):
     async def join(self, server: ServerConnection, place: Json, timeout_s: float) -> None:
         await super().join(server, place | {"timeout_s": timeout_s}, timeout_s)
 
-    async def receive(self, server: ServerConnection, bucket: Bucket, version: int | None) -> None:
-        await self._receive(server, described(bucket), version)
+    async def receive(self, server: ServerConnection, buckets: Sequence[Bucket], version: int) -> None:
+        payload = described(buckets) | {"weight_version": str(version)}
+        await server.request("POST", "/update_weights_from_distributed", payload)
 
     async def swap(self, server: ServerConnection) -> None:
         await server.request("POST", "/end_weight_update")

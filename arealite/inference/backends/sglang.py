@@ -17,7 +17,6 @@ from arealite.inference.backends.base import (
     Segment,
     Sent,
     are_names,
-    described,
     prompt_ids,
     require,
 )
@@ -153,19 +152,19 @@ class SGLangBackend(Backend):
             await server.request("POST", "/begin_weight_update")
         self._begun.add(server.address)
 
-    async def receive(self, server: ServerConnection, bucket: Bucket, version: int | None) -> None:
-        *_, last = bucket
-        for group, specs in bucket.items():  # one call takes the tensors of one group
-            payload = described({group: specs}) | {"group_name": group}
-            await self._receive(server, payload, version if group == last else None)
-
-    async def _receive(self, server: ServerConnection, payload: Json, version: int | None) -> None:
-        is_last = version is not None
-        payload |= {
-            "flush_cache": is_last and self._flushes_cache,
-            "weight_version": str(version) if is_last else None,
-        }
-        await server.request("POST", "/update_weights_from_distributed", payload)
+    async def receive(self, server: ServerConnection, buckets: Sequence[Bucket], version: int) -> None:
+        # A call takes the tensors of one group, and holds all of them until they are loaded: one bucket at most.
+        calls = [(group, specs) for bucket in buckets for group, specs in bucket.items()]
+        for left, (group, specs) in zip(reversed(range(len(calls))), calls):
+            payload = {
+                "names": [spec.name for spec in specs],
+                "dtypes": [spec.dtype for spec in specs],
+                "shapes": [list(spec.shape) for spec in specs],
+                "group_name": group,
+                "flush_cache": left == 0 and self._flushes_cache,
+                "weight_version": None if left else str(version),
+            }
+            await server.request("POST", "/update_weights_from_distributed", payload)
 
     async def end(self, server: ServerConnection, version: int, sent: Sent) -> list[str]:
         if server.address not in self._begun:

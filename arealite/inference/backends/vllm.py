@@ -163,8 +163,8 @@ class VLLMBackend(Backend):
         await _call_workers(server, "abandon_weight_update")
         await server.request("POST", "/start_weight_update")
 
-    async def receive(self, server: ServerConnection, bucket: Bucket, version: int | None) -> None:
-        await server.request("POST", "/update_weights", {"update_info": described(bucket)})
+    async def receive(self, server: ServerConnection, buckets: Sequence[Bucket], version: int) -> None:
+        await server.request("POST", "/update_weights", {"update_info": described(buckets)})
 
     async def end(self, server: ServerConnection, version: int, sent: Sent) -> list[str]:
         differing: list[str] = []

@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from arealite.utils.fingerprint import differing, fingerprints
-from arealite.utils.weight_transfer import BroadcastGroup, are_of_one_update, close_group, join_group, receive_bucket
+from arealite.utils.weight_transfer import BroadcastGroup, are_of_one_update, close_group, join_group, receive_buckets
 
 BACKEND = "arealite"  # name of the engine in vLLM's --weight-transfer-config
 
@@ -43,20 +43,21 @@ class GroupInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class BucketInfo(WeightTransferUpdateInfo):
-    """The tensors of one bucket, in order of arrival."""
+class TensorsInfo(WeightTransferUpdateInfo):
+    """The tensors of an update, in order of arrival."""
 
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
     group_name: list[str]  # of each tensor
+    bucket_sizes: list[int]  # in tensors
 
 
-class BroadcastWeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
+class BroadcastWeightEngine(WeightTransferEngine[GroupInfo, TensorsInfo]):
     """Receives buckets from the senders of an update, each rank 0 of a broadcast group, into one worker's model."""
 
     init_info_cls = GroupInfo
-    update_info_cls = BucketInfo
+    update_info_cls = TensorsInfo
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -84,22 +85,24 @@ class BroadcastWeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive one bucket and load it."""
+        """Receive bucket by bucket and load each."""
         with self._failing_together():
             self.receive_weights(self.parse_update_info(update_info))
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
 
-    def receive_weights(self, update_info: BucketInfo) -> None:
-        """Receive the tensors, record their fingerprints and load them."""
+    def receive_weights(self, update_info: TensorsInfo) -> None:
+        """Receive the tensors, record their fingerprints and load them, with the memory of a bucket."""
         if missing := set(update_info.group_name) - self._groups.keys():
             raise ConnectionError(
                 f"a broadcast group must be open: got {', '.join(missing)}. POST /init_weight_transfer_engine first."
             )
         specs = zip(update_info.names, update_info.shapes, update_info.dtypes, strict=True)
-        bucket = receive_bucket([self._groups[name] for name in update_info.group_name], specs)
-        self.received |= fingerprints(bucket)
-        self.model.load_weights(bucket.items())
+        groups = [self._groups[name] for name in update_info.group_name]
+        for bucket in receive_buckets(groups, specs, update_info.bucket_sizes):
+            self.received |= fingerprints(bucket)
+            self.model.load_weights(bucket.items())
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            del bucket  # before the next comes
 
     def finish_weight_update(self) -> None:
         """Finish the layers that vLLM loads last; those that a partial update leaves out keep their weights."""
@@ -124,9 +127,10 @@ class BroadcastWeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
             yield
         except Exception as caught:
             error = caught
+            self.shutdown()  # the others may wait for the next bucket, which must fail, too
         errors: list[Any] = [None] * get_world_group().world_size
         dist.all_gather_object(errors, error and f"{type(error).__name__}: {error}", group=get_world_group().cpu_group)
-        if cause := next(filter(None, errors), None):
+        if cause := "; ".join(dict.fromkeys(filter(None, errors))):
             self.shutdown()
             self.abandon()
             if self.parallel_config.rank == self.parallel_config.world_size - 1:
