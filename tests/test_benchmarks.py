@@ -79,6 +79,14 @@ def test_the_runtime_is_measured(tmp_path: Path) -> None:
     assert {"arealite-rollout", "arealite-ledger", "MainThread"} <= found["cpu_us_by_thread"].keys()
 
 
+@pytest.mark.slow
+def test_bursts_and_herds_are_measured(tmp_path: Path) -> None:
+    sizes = ["--replies", "8", "--tokens", "4096", "--seconds", "0.3", "--settle", "2"]
+    burst, herd = measured(tmp_path / "found.jsonl", "reply_burst.py", *sizes)
+    assert burst["digest"] == "317712e0d0236dd8" and burst["lag_max_ms"] >= burst["lag_p99_ms"]
+    assert sum(herd["before"]) == 60 and max(herd["before"] + herd["first_back"] + herd["all_back"]) <= 32
+
+
 def test_a_stored_token_is_measured_in_the_file_and_as_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
