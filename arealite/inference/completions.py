@@ -68,6 +68,7 @@ class Completions:
         self.num_tokens = 0  # sampled so far
         self.num_stale_kv_tokens = 0
         self.health = Health(session, servers, self.may_generate)
+        self._gate = asyncio.Lock()  # long replies pass it one by one
         self.config, self.backend, self.servers = config, backend, servers
         self._changed = asyncio.Event()  # set and replaced when the servers have changed
         self._deserted_at: float | None = None  # since when no server can take a request
@@ -99,7 +100,7 @@ class Completions:
 
     def connection(self, address: str, deadline: float) -> ServerConnection:
         """Return what sends an operation's requests to one server."""
-        return ServerConnection(self.health.session, address, deadline)
+        return ServerConnection(self.health.session, address, deadline, self._gate)
 
     async def load_vocabulary(self) -> None:
         """Find out which token ids the model has, if the tokenizer is known, and refuse servers that have others."""
@@ -212,7 +213,7 @@ class Completions:
             failed.clear()
             if episode is not None:
                 episode.servers.add(server.address)
-                episode.newest_version = max(episode.newest_version, *segment_versions, -1)
+                episode.newest_version = max(episode.newest_version, max(segment_versions, default=-1))
             sampled.extend(segment, segment_versions)
             self.count(len(segment.tokens), segment.stale_kv_tokens)
             if segment.finish != "abort" or len(sampled.tokens) == req.gconfig.max_new_tokens:

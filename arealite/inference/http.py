@@ -11,7 +11,7 @@ import asyncio
 import errno
 import functools
 import resource
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import aiohttp
@@ -26,6 +26,7 @@ Json = dict[str, Any]
 _CONNECT_S = 10.0
 _IDLE_S = 4.0  # an older idle connection is not used again: SGLang and vLLM close it after 5 s, with what is on its way
 _SHOWN_CHARS = 500
+_LONG_BYTES = 2**15  # a longer reply waits for a turn of the event loop of its own
 
 
 class StatusError(ServerError):
@@ -58,12 +59,24 @@ class ServerConnection:
     session: aiohttp.ClientSession
     address: str
     deadline: float  # by the clock of the running loop
+    gate: asyncio.Lock = field(default_factory=asyncio.Lock)  # of the client, which long replies pass one by one
 
     async def request(self, method: Literal["GET", "POST"], endpoint: str, payload: Json | None = None) -> Json:
         """Return the reply, `{}` if it is no JSON; without a payload POST sends an empty object."""
         content_type, answer = await self.fetch(method, endpoint, payload)
         if not answer or content_type != "application/json":
             return {}
+        if len(answer) <= _LONG_BYTES:
+            return self._parsed(method, endpoint, answer)
+        # Parsing takes 10 ms, and what its episode makes of it as long again: in a burst, health answers, deadlines and
+        # pauses are served in between. Held for both, so that few parsed replies wait in memory.
+        async with self.gate:
+            await asyncio.sleep(0)
+            parsed = self._parsed(method, endpoint, answer)
+            await asyncio.sleep(0)
+        return parsed
+
+    def _parsed(self, method: str, endpoint: str, answer: bytes) -> Json:
         try:
             parsed = orjson.loads(answer)
         except orjson.JSONDecodeError as error:

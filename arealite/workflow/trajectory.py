@@ -62,7 +62,7 @@ def row_of_turns(turns: Sequence[SampledTurn], reward: float, *, has_turn_reward
     turn does not begin with the tokens before it, or has a reward and no token.
     """
     ids: list[int] = []
-    loss_mask: list[int] = []
+    loss_mask: list[np.ndarray[Any, Any]] = []  # of one sort of tokens each
     logprobs: list[float] = []
     versions: list[int] = []
     kept: list[list[int]] = []
@@ -82,7 +82,7 @@ def row_of_turns(turns: Sequence[SampledTurn], reward: float, *, has_turn_reward
         num_sampled = response.output_len if trains else 0
         num_given = len(turn.ids) - len(ids) - num_sampled
         ids = turn.ids
-        loss_mask += [0] * num_given + [1] * num_sampled
+        loss_mask += [np.zeros(num_given, np.int64), np.ones(num_sampled, np.int64)]
         logprobs += [0.0] * num_given + (response.output_logprobs if trains else [])
         versions += [-1] * num_given + (response.output_versions if trains else [])
         kept += [[]] * num_given + ((response.output_kept or [[]] * num_sampled) if trains else [])
@@ -92,8 +92,8 @@ def row_of_turns(turns: Sequence[SampledTurn], reward: float, *, has_turn_reward
     trained = [turn.response for turn in turns if turn.is_trained]
     trajectory = {
         "input_ids": _tensor([ids], np.int64),
-        "attention_mask": _tensor([[True] * len(ids)], np.bool_),
-        "loss_mask": _tensor([loss_mask], np.int64),
+        "attention_mask": torch.from_numpy(np.ones((1, len(ids)), np.bool_)),
+        "loss_mask": torch.from_numpy(np.concatenate(loss_mask)[None]),
         "logprobs": _tensor([logprobs], np.float32),
         "versions": _tensor([versions], np.int64),
         "rewards": _tensor([reward], np.float32),

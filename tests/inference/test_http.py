@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import resource
 import socket
 import traceback
-from typing import Literal
+from typing import Any, Literal, cast
 
 import pytest
 from testing_raw import REPLIES, answering, json_reply
 
+from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
 from arealite.api.errors import ServerError, UnreachableError
+from arealite.api.io_struct import ModelRequest
+from arealite.inference.backends.sglang import SGLangBackend
+from arealite.inference.completions import Completions
 from arealite.inference.http import Json, OutOfFilesError, ServerConnection, StatusError, deadline_in, open_session
+from arealite.inference.pool import ServerPool
+from arealite.simulate.servers import ServerProfile, SimulatedServer, SimulatedSession
+from arealite.simulate.virtual import VirtualLoop
 
 SECRET = "s3cret"
 
@@ -91,3 +99,32 @@ async def test_a_process_without_files_says_so_and_accuses_no_server() -> None:
                     one.close()
             assert not isinstance(caught.value, UnreachableError)
             assert await connection.request("GET", "/health") == {}
+
+
+async def turns_of_replies(num_tokens: int) -> list[str]:
+    """Let three completions end at one moment; return the replies and the turns of the loop, in order."""
+    loop, pool, order = asyncio.get_running_loop(), ServerPool(), []
+    server = SimulatedServer("s:1", ServerProfile(), loop, lambda sampling, prompt: num_tokens)
+    config, session = InferenceEngineConfig(experiment_name="e", trial_name="t"), SimulatedSession({"s:1": server})
+    completions = Completions(config, SGLangBackend(pause_mode="abort"), pool, cast("Any", session))
+    pool.add("s:1")
+    pool.begin(0)
+    request = ModelRequest([1, 2], GenerationHyperparameters(max_new_tokens=num_tokens))
+
+    async def sample() -> None:
+        response = await completions.generate(request)
+        order.append("reply")
+        loop.call_soon(order.append, "turn")
+        assert response.output_tokens == [7] * num_tokens and response.output_versions == [0] * num_tokens
+        assert response.output_logprobs == [-0.5] * num_tokens
+
+    await asyncio.gather(*(sample() for _ in range(3)))
+    await asyncio.sleep(0)
+    return order
+
+
+@pytest.mark.parametrize(("num_tokens", "order"), [(4096, ["reply", "turn"] * 3), (1024, ["reply"] * 3 + ["turn"] * 3)])
+def test_each_of_long_replies_that_come_at_once_has_a_turn_of_the_loop(num_tokens: int, order: list[str]) -> None:
+    """Four hundred of them stopped the loop, and all that it serves, for 16 seconds; short ones lose no time."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        assert runner.run(turns_of_replies(num_tokens)) == order

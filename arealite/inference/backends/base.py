@@ -67,7 +67,8 @@ class Segment:
         require(min(tokens, default=0) >= 0, "have tokens of at least 0")
         require(len(tokens) <= max_tokens, f"have at most {max_tokens} tokens")
         require(len(logprobs) == len(tokens), f"have {len(tokens)} logprobs, one per token")
-        require(set(map(type, logprobs)) <= {float, int} and all(map(math.isfinite, logprobs)), "have finite logprobs")
+        is_finite = set(map(type, logprobs)) <= {float, int} and math.isfinite(sum(logprobs))  # as one by one, but fast
+        require(is_finite, "have finite logprobs")
         require(max(logprobs, default=0.0) <= MAX_LOGPROB, "have logprobs of at most 0")
         require(finish in get_args(Finish), "have a finish reason of stop, length or abort")
         return cls(tokens, logprobs, None, finish)
