@@ -14,7 +14,7 @@ PIP          = $(VENV)/bin/python -m pip install --no-compile --disable-pip-vers
 # Bytecode is kept, also where the environment forbids it: a run of the tests imports the package a hundred times.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-examples test-install test-benchmarks test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-hostile test-agents test-options test-sandbox test-view pictures test-mistakes test-core test-core-faults test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime benchmark-burst benchmark-core benchmark-agents benchmark-algorithms benchmark-data benchmark-logprobs benchmark-async benchmark-step benchmark-original benchmark-packing benchmark-weights benchmark-memory benchmark-gpu lint format docs clean
+.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-examples test-install test-benchmarks test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-simulate test-hostile test-agents test-options test-sandbox test-view pictures test-mistakes test-core test-core-faults test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime benchmark-burst benchmark-core benchmark-agents benchmark-algorithms benchmark-data benchmark-logprobs benchmark-async benchmark-step benchmark-original benchmark-packing benchmark-weights benchmark-memory benchmark-gpu lint format docs clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -124,6 +124,9 @@ test-slurm: $(VENV)/.installed            ## train on a real Slurm cluster of fo
 
 test-hosts: $(VENV)/.installed            ## train by torchrun over hosts with network failures (4 minutes; skipped without root and iptables)
 	PYTHONPATH=tests $(VENV)/bin/python -m cluster.hosts
+
+test-simulate: $(VENV)/.installed-dev            ## simulate large clusters whose servers die, hang and slow down, in virtual time (3 minutes)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 -m slow tests/simulate $(ARGS)
 
 test-elastic: $(VENV)/.installed            ## servers join, leave and die during a run (2 minutes)
 	PYTHONPATH=tests $(VENV)/bin/python -m cluster.elastic

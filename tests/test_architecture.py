@@ -60,15 +60,15 @@ ROOM_CEILINGS = {
     "dataset": 793,
     "engine": 2046,
     "generation": 901,
-    "inference": 2530,
-    "launcher": 2540,
+    "inference": 2555,
+    "launcher": 2544,
     "planner": 101,
     "reward": 599,
     "rollout": 2251,
-    "server": 529,
+    "server": 534,
     "simulate": 656,
     "trainer": 882,
-    "utils": 2032,
+    "utils": 2040,
     "viewer": 1048,
     "watchdog": 217,
     "weights": 189,
@@ -76,12 +76,12 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 27574,
+    "code of the package": 27616,
     "files of a GRPO run": 130,
-    "code of a GRPO run": 17213,
+    "code of a GRPO run": 17251,
     "import depth": 18,
     "keys of a GRPO config": 354,
-    "lines of pages": 5655,
+    "lines of pages": 5658,
     "lines of README.md": 129,
 }
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 600

@@ -25,6 +25,7 @@ logger = logging.getLogger("arealite.client")
 _FIRST_PAUSE_S = 0.1
 _MAX_PAUSE_S = 1.0
 _MAX_SICK_PAUSE_S = 60.0
+_SLOW_SHARE = 0.25  # of the usual duration of a request, which one may spend at a slow server
 _MAX_HEALTH_CALLS = 50.0  # per second, however many servers
 
 
@@ -89,14 +90,14 @@ class Health:
                     timeout.reschedule(now)
 
     def _relieve_slow(self) -> None:
-        """Take requests that last longer than usual away from slow servers while another one has a free slot: they
+        """Take requests away from slow servers while another one has a free slot, before they have taken long: they
         would hold up the batch."""
         servers, now = self._servers, asyncio.get_running_loop().time()
         slow = [server for server in self._timeouts if server.state == "serving" and servers.is_slow(server)]
         if slow and any(one.num_free > 0 and not servers.is_slow(one) for one in servers.serving):
-            usual_s = max(self.quiet_s, servers.usual_s or 0.0)
+            most_s = max(self.quiet_s, _SLOW_SHARE * (servers.usual_s or 0.0))
             for timeout, began in [pair for server in slow for pair in self._timeouts[server].items()]:
-                if now - began > usual_s:
+                if now - began > most_s:
                     timeout.reschedule(now)
 
     def suspect(self, server: Server) -> None:

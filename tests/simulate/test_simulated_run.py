@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import random
-
 import pytest
-from testing_scenarios import h100s
+from testing_scenarios import random_scenario
 
-from arealite.simulate.run import LognormalLengths, Scenario, Simulation, simulate
+from arealite.simulate.run import LognormalLengths, Scenario, simulate
 from arealite.simulate.servers import ServerProfile
 
 SPREAD = LognormalLengths(64, 1.0, 512)
@@ -55,61 +52,12 @@ def test_one_full_server_samples_as_fast_as_its_profile_says() -> None:
     assert result.seconds == pytest.approx(5 * 100 * (0.01 + 16 * 1e-3), rel=0.01)
 
 
-def random_scenario(seed: int) -> Scenario:
-    draw = random.Random(seed)
-    server = ServerProfile(step_s=0.01, sequence_s=2e-4, slots=draw.choice([2, 8, 256]), swap_s=draw.choice([0.0, 1.0]),
-                           cache_tokens=draw.choice([math.inf, 2000.0]))  # fmt: skip
-    rollout = {"overdue": draw.choice(["wait", "drop"]), "weight_update_timeout": draw.choice([5.0, 20.0])}
-    rollout |= {"episode_retries": draw.choice([0, 3]), "max_rejected_in_a_row": 10**6, "max_failed_share": 1.0}
-    return Scenario(
-        num_servers=draw.choice([1, 2, 3, 5, 8]),
-        server=server,
-        batch_size=draw.choice([1, 2, 4, 8]),
-        group=draw.choice([1, 2, 4]),
-        bound=draw.choice([0, 1, 2, 4]),
-        concurrency=draw.choice([None, 1, 3, 8, 32]),
-        lengths=LognormalLengths(draw.choice([4, 32, 64]), draw.choice([0.0, 1.0, 2.0]), 512),
-        train_s=draw.choice([0.0, 0.5, 5.0]),
-        rejected_share=draw.choice([0.0, 0.0, 0.5]),
-        slow_share=draw.choice([0.0, 0.3]),
-        mean_life_s=draw.choice([math.inf, 100.0, 20.0]),
-        hang_share=draw.choice([0.0, 0.5, 1.0]),
-        restart_s=draw.choice([1.0, 20.0, 100.0]),
-        reward_s=draw.choice([0.0, 2.0]),
-        seed=seed,
-        steps=4,
-        warm_up=2,
-        rollout=rollout,
-    )
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_no_token_is_staler_than_the_bound_whatever_fails(seed: int) -> None:
     scenario = random_scenario(seed)
     result = simulate(scenario)
     assert result.failure is None and len(result.step_s) == scenario.steps
     assert max(result.staleness) <= scenario.bound
-
-
-def test_servers_that_return_one_by_one_share_what_waits() -> None:
-    """Of a step that takes 195 s. It took 3,000 s when the first one that returned got everything."""
-
-    def on_step(step: int) -> None:
-        if step == 3:
-            simulation.loop.call_later(5.0, lose_all)
-
-    def lose_all() -> None:
-        for number, server in enumerate(simulation.servers.values()):
-            server.die()
-            simulation.loop.call_later(20.0 + 5.0 * number, bring_back, server.address)
-
-    def bring_back(address: str) -> None:
-        simulation.servers[address].restart()
-        simulation.loop.create_task(simulation.register(address))
-
-    simulation = Simulation(h100s(24, steps=5, warm_up=0), on_step)
-    result = simulation.run()
-    assert result.failure is None and 195 < result.step_s[-1] < 400
 
 
 def test_a_server_that_vanishes_holds_up_one_update_until_it_is_known_to_be_dead() -> None:

@@ -1,5 +1,7 @@
 """Scenarios of simulated runs that tests share."""
 
+import math
+import random
 from typing import Any
 
 from arealite.simulate.run import LognormalLengths, Scenario
@@ -37,3 +39,32 @@ def h100s(num_servers: int, **changes: Any) -> Scenario:
         "num_buckets": 3,
     }
     return Scenario(**usual | changes)
+
+
+def random_scenario(seed: int) -> Scenario:
+    """Return a small run in which anything may be slow, die or be rejected."""
+    draw = random.Random(seed)
+    server = ServerProfile(step_s=0.01, sequence_s=2e-4, slots=draw.choice([2, 8, 256]), swap_s=draw.choice([0.0, 1.0]),
+                           cache_tokens=draw.choice([math.inf, 2000.0]))  # fmt: skip
+    rollout = {"overdue": draw.choice(["wait", "drop"]), "weight_update_timeout": draw.choice([5.0, 20.0])}
+    rollout |= {"episode_retries": draw.choice([0, 3]), "max_rejected_in_a_row": 10**6, "max_failed_share": 1.0}
+    return Scenario(
+        num_servers=draw.choice([1, 2, 3, 5, 8]),
+        server=server,
+        batch_size=draw.choice([1, 2, 4, 8]),
+        group=draw.choice([1, 2, 4]),
+        bound=draw.choice([0, 1, 2, 4]),
+        concurrency=draw.choice([None, 1, 3, 8, 32]),
+        lengths=LognormalLengths(draw.choice([4, 32, 64]), draw.choice([0.0, 1.0, 2.0]), 512),
+        train_s=draw.choice([0.0, 0.5, 5.0]),
+        rejected_share=draw.choice([0.0, 0.0, 0.5]),
+        slow_share=draw.choice([0.0, 0.3]),
+        mean_life_s=draw.choice([math.inf, 100.0, 20.0]),
+        hang_share=draw.choice([0.0, 0.5, 1.0]),
+        restart_s=draw.choice([1.0, 20.0, 100.0]),
+        reward_s=draw.choice([0.0, 2.0]),
+        seed=seed,
+        steps=4,
+        warm_up=2,
+        rollout=rollout,
+    )

@@ -1,0 +1,54 @@
+"""Large simulated clusters on which servers die, hang and slow down, and many small runs with all of it."""
+
+from __future__ import annotations
+
+import pytest
+from testing_scenarios import h100s, random_scenario
+
+from arealite.simulate.run import Simulation, simulate
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("seed", range(12, 112))
+def test_no_token_is_staler_than_the_bound_whatever_fails(seed: int) -> None:
+    scenario = random_scenario(seed)
+    result = simulate(scenario)
+    assert result.failure is None and len(result.step_s) == scenario.steps
+    assert max(result.staleness) <= scenario.bound
+
+
+def test_servers_that_return_one_by_one_share_what_waits() -> None:
+    """Of a step that takes 195 s. It took 3,000 s when the first one that returned got everything."""
+
+    def on_step(step: int) -> None:
+        if step == 3:
+            simulation.loop.call_later(5.0, lose_all)
+
+    def lose_all() -> None:
+        for number, server in enumerate(simulation.servers.values()):
+            server.die()
+            simulation.loop.call_later(20.0 + 5.0 * number, bring_back, server.address)
+
+    def bring_back(address: str) -> None:
+        simulation.servers[address].restart()
+        simulation.loop.create_task(simulation.register(address))
+
+    simulation = Simulation(h100s(24, steps=5, warm_up=0), on_step)
+    result = simulation.run()
+    assert result.failure is None and 195 < result.step_s[-1] < 400
+
+
+def test_slow_servers_hold_up_no_batch() -> None:
+    """A tenth of them, at a quarter of the speed: steps took 358 s, as a slow server kept its requests."""
+    results = [simulate(h100s(48, steps=8, warm_up=2, slow_share=0.1, seed=seed)) for seed in (1, 2, 3)]
+    assert [result.failure for result in results] == [None] * 3
+    assert sum(result.seconds for result in results) / (3 * 8) <= 200
+
+
+def test_servers_that_vanish_hold_up_no_update() -> None:
+    """One of 48 in every 150 s: updates took 70 s a step, as each such server held up one for its whole timeout."""
+    scenario = h100s(48, steps=8, warm_up=2, mean_life_s=48 * 150.0, hang_share=1.0, restart_s=150.0)
+    result = simulate(scenario)
+    assert result.failure is None and result.num_deaths > 5
+    assert result.spent_s["weights"] / scenario.steps < 5
