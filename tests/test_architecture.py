@@ -60,7 +60,7 @@ ROOM_CEILINGS = {
     "dataset": 793,
     "engine": 2046,
     "generation": 901,
-    "inference": 2555,
+    "inference": 2557,
     "launcher": 2544,
     "planner": 101,
     "reward": 599,
@@ -76,9 +76,9 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 27616,
+    "code of the package": 27618,
     "files of a GRPO run": 130,
-    "code of a GRPO run": 17251,
+    "code of a GRPO run": 17253,
     "import depth": 18,
     "keys of a GRPO config": 354,
     "lines of pages": 5658,

@@ -72,7 +72,7 @@ class Completions:
         self.config, self.backend, self.servers = config, backend, servers
         self._changed = asyncio.Event()  # set and replaced when the servers have changed
         self._deserted_at: float | None = None  # since when no server can take a request
-        self._queue: deque[asyncio.Future[Server]] = deque()  # of requests that wait for a slot, oldest first
+        self._queue: deque[asyncio.Future[Server | None]] = deque()  # of requests that wait for a slot, oldest first
         self.are_asleep = False  # whether servers have given their memory back until the next weight update
         self._num_loose_requests = 0
         self._tokenizer: asyncio.Task[Any] | None = None
@@ -169,13 +169,15 @@ class Completions:
         for server in self.servers.serving if self._queue else ():
             for _ in range(int(min(len(self._queue), server.num_free))):
                 self._hand_on(server)
+        while self._queue and not self.servers.serving:
+            self._hand_on(None)  # the clocks of their episodes stop
 
     def _release(self, server: Server, num_tokens: int) -> None:
         self.servers.release(server, num_tokens)
         self._hand_on(server)
 
-    def _hand_on(self, server: Server) -> None:
-        """Let the oldest request that waits for a slot take one of this server."""
+    def _hand_on(self, server: Server | None) -> None:
+        """Let the oldest request that waits for a slot take one of this server, or look for any."""
         while self._queue:
             if not (place := self._queue.popleft()).done():
                 return place.set_result(server)
@@ -311,9 +313,10 @@ class Completions:
                         f"raise rollout.{key}."
                     ) from None
 
-    async def _wait_for_slot(self) -> Server:
-        """Wait for a server with a free slot: as long as a request may take, since one that runs ends by then."""
-        place: asyncio.Future[Server] = asyncio.get_running_loop().create_future()
+    async def _wait_for_slot(self) -> Server | None:
+        """Wait for a server with a free slot, as long as a request may take, since one that runs ends by then; None
+        once no server serves."""
+        place: asyncio.Future[Server | None] = asyncio.get_running_loop().create_future()
         self._queue.append(place)
         try:
             async with asyncio.timeout(limit_s := self.config.request_timeout):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from testing_scenarios import random_scenario
 
-from arealite.simulate.run import LognormalLengths, Scenario, simulate
+from arealite.simulate.run import LognormalLengths, Scenario, Simulation, simulate
 from arealite.simulate.servers import ServerProfile
 
 SPREAD = LognormalLengths(64, 1.0, 512)
@@ -67,3 +67,28 @@ def test_a_server_that_vanishes_holds_up_one_update_until_it_is_known_to_be_dead
     result = simulate(scenario)
     assert result.failure is None and result.num_deaths >= 5
     assert result.spent_s["weights"] < scenario.steps + 13 * result.num_deaths
+
+
+def test_the_clock_of_an_episode_stops_while_no_server_is_there_also_if_it_waited_for_a_slot() -> None:
+    """An episode takes at most 32 s, of which it waits 24 s for a slot, and is lost if it takes 60 s."""
+    server = ServerProfile(step_s=0.1, slots=2)
+    scenario = Scenario(num_servers=1, server=server, batch_size=4, group=2, lengths=LognormalLengths(80, 0.0, 80),
+                        max_new_tokens=80, steps=3, warm_up=0, train_s=0.0,
+                        rollout={"episode_timeout": 60.0, "episode_retries": 0})  # fmt: skip
+
+    failed = []
+
+    def on_step(step: int) -> None:
+        failed.append(simulation.rollout.stats.failed)
+        if step == 0:
+            simulation.loop.call_later(4.0, only.die)
+            simulation.loop.call_later(204.0, come_back)
+
+    def come_back() -> None:
+        only.restart()
+        simulation.loop.create_task(simulation.register(only.address))
+
+    simulation = Simulation(scenario, on_step)
+    (only,) = simulation.servers.values()
+    result = simulation.run()
+    assert result.failure is None and result.step_s[1] > 200 and failed == [0, 0, 0]
