@@ -170,7 +170,8 @@ class Simulation:
 
     def __init__(self, scenario: Scenario, on_step: Callable[[int], None] = lambda step: None) -> None:
         """`on_step` is called at the end of each step, to plan what happens to servers in the next."""
-        if not dist.is_initialized():
+        self._has_group = not dist.is_initialized()
+        if self._has_group:
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         self.scenario, self.loop, self.on_step = scenario, VirtualLoop(), on_step
         self.draw = random.Random(scenario.seed)
@@ -233,6 +234,8 @@ class Simulation:
             self.rollout.destroy()
             self.loop.close()
             activity.clock = time.monotonic
+            if self._has_group:
+                dist.destroy_process_group()
         return self.result
 
     def _train(self) -> None:
