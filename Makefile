@@ -125,7 +125,7 @@ test-slurm: $(VENV)/.installed            ## train on a real Slurm cluster of fo
 test-hosts: $(VENV)/.installed            ## train by torchrun over hosts with network failures (4 minutes; skipped without root and iptables)
 	PYTHONPATH=tests $(VENV)/bin/python -m cluster.hosts
 
-test-simulate: $(VENV)/.installed-dev            ## simulate large clusters whose servers die, hang and slow down, in virtual time (3 minutes)
+test-simulate: $(VENV)/.installed-dev            ## simulate large clusters whose servers die, hang and slow down, in virtual time (2 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 -m slow tests/simulate $(ARGS)
 
 test-elastic: $(VENV)/.installed            ## servers join, leave and die during a run (2 minutes)

@@ -66,7 +66,7 @@ ROOM_CEILINGS = {
     "reward": 599,
     "rollout": 2251,
     "server": 534,
-    "simulate": 659,
+    "simulate": 656,
     "trainer": 882,
     "utils": 2040,
     "viewer": 1048,
@@ -76,7 +76,7 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 27621,
+    "code of the package": 27618,
     "files of a GRPO run": 130,
     "code of a GRPO run": 17253,
     "import depth": 18,

@@ -66,8 +66,8 @@ class Health:
             if server.state == "serving" and not is_update:
                 raise MovedError from None
             raise UnreachableError(
-                f"a request to http://{server.address} must reach a live server: got no answer to /health within "
-                f"{self.health_s:g} s. Look at its log; the request goes to another server."
+                f"a request to http://{server.address} must reach a live server: got no sign of life within "
+                f"{self.health_s:g} s. Look at its log; the run goes on without it."
             ) from None
         finally:
             timeouts.pop(timeout, None)

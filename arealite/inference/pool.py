@@ -208,10 +208,10 @@ class ServerPool:
     def pick(
         self, rid: str, num_tokens: int, avoid: Set[Server] = frozenset(), freed: Server | None = None
     ) -> Server | None:
-        """Choose the serving server with a free slot that should finish a request first, not one to `avoid` unless all
-        are, and count the request until `release`; None if there is none: a request that waits here can go to a server
-        that joins meanwhile. Requests with the same `rid` stay on one server, which has cached their prefix; a
-        request that has waited takes the `freed` slot."""
+        """Choose the serving server with a free slot and the fewest tokens in flight, and count the request until
+        `release`; None if there is none: a request that waits here can go to a server that joins meanwhile. A slow
+        server, and one to `avoid`, comes last. Requests with the same `rid` stay on one server, which has cached their
+        prefix; a request that has waited takes the `freed` slot. Of many servers a few are compared."""
         sticky = self._servers.get(self._sticky.get(rid, ""))
         candidates = [one for one in ([freed] if freed else self._candidates(sticky)) if self._has_slot(one)]
         if not candidates and freed is None:

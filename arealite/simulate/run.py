@@ -46,7 +46,7 @@ class LognormalLengths:
         normal = random.Random(sampling.get("sampling_seed", 0)).normalvariate(0, 1)
         length = math.exp(math.log(self.mean) - self.sigma**2 / 2 + self.sigma * normal)
         num_before = self.most - sampling["max_new_tokens"]  # sampled before it was interrupted
-        return max(1, max(1, min(self.most, round(length))) - num_before)
+        return max(1, min(self.most, round(length)) - num_before)
 
 
 @dataclass(frozen=True)

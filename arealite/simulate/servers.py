@@ -78,7 +78,6 @@ class SimulatedServer:
     speed: float = 1.0
     version: int = 0
     num_tokens: float = 0.0  # sampled so far
-    num_lost: float = 0.0  # sampled by requests that a crash ended
     busy_s: float = 0.0
     slot_s: float = 0.0  # seconds times running sequences
     is_dead: bool = False
@@ -281,9 +280,8 @@ class SimulatedServer:
         self._is_paused = True
         if mode != "retract":
             for sequence in self._in_flight:
-                num_tokens = int(
-                    sequence.num_sampled(self._step) + self._draw.random()
-                )  # a token may be many: unbiased
+                # Rounded at random: a token may stand for many.
+                num_tokens = int(sequence.num_sampled(self._step) + self._draw.random())
                 num_most = round(sequence.num_before + sequence.left) - 1
                 sequence.num_aborted = max(0, min(num_tokens, num_most))
                 if not sequence.ended.done():
@@ -309,7 +307,6 @@ class SimulatedServer:
         self._advance()
         self.is_dead, self.hangs = True, hangs
         for sequence in self._in_flight:
-            self.num_lost += sequence.num_sampled(self._step)
             if not hangs and not sequence.ended.done():
                 sequence.ended.set_exception(aiohttp.ServerDisconnectedError())
         self._clear()

@@ -112,8 +112,9 @@ class _Driven(Future[T]):
         self.add_done_callback(lambda _: loop.stop())
         while not self.done() and (deadline is None or loop.time() < deadline):
             loop.run_forever()
-            if loop.error is not None:
-                raise loop.error
+            if (error := loop.error) is not None:
+                loop.error = None
+                raise error
         if timer is not None:
             timer.cancel()
 

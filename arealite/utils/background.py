@@ -13,7 +13,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Hashable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -112,7 +112,7 @@ def start_thread(function: Callable[..., T], *args: Any) -> Future[T]:
     return future
 
 
-class _OwnThread(ThreadPoolExecutor):
+class _OwnThread(Executor):
     """Every call in a thread of its own."""
 
     def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:

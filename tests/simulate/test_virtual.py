@@ -13,9 +13,10 @@ from arealite.utils.background import in_thread
 
 @pytest.fixture
 def thread() -> Iterator[VirtualLoopThread]:
-    loop = VirtualLoop()
-    yield VirtualLoopThread(loop)
-    loop.close()
+    thread = VirtualLoopThread(VirtualLoop())
+    yield thread
+    thread.close(1.0)
+    thread.loop.close()
 
 
 def test_time_is_the_sum_of_what_is_slept(thread: VirtualLoopThread) -> None:
