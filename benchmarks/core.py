@@ -341,7 +341,7 @@ def measure_account(args: argparse.Namespace, folder: str, *, num_tokens: int = 
             max_concurrent_rollouts=batch_size,
             max_head_offpolicyness=4,
         )
-        rollout = RemoteSGLangEngine(config, hand_out=lambda batch: batch)
+        rollout = RemoteSGLangEngine(config)
         rollout.initialize(None, None)
         try:
             loader = [[{"input_ids": list(range(5, 5 + PROMPT_TOKENS))} for _ in range(batch_size)]]

@@ -26,7 +26,7 @@ from circumstances import options, report
 from tensordict import TensorDict
 
 from arealite.dataset.loader import PromptLoader, sft_batches
-from arealite.rollout.trajectory import split_batch
+from arealite.rollout.trajectory import deal_groups
 from arealite.utils.tensors import count_micro_batches, pack_rows, split_rows, unit_lengths
 
 MAX_TOKENS = 10_240
@@ -98,13 +98,11 @@ def deal(num_ranks: int, num_minibatches: int, num_groups: int, dead: float, rou
         lengths = torch.tensor(lengths_of("lognormal", 8 * num_groups, draw))
         rewards = torch.zeros(num_groups, 8)
         rewards[:, 0] = torch.tensor([draw.random() >= dead for _ in range(num_groups)])
-        columns = {"attention_mask": lengths[:, None], "rewards": rewards.flatten()}
-        columns["group_index"] = torch.arange(num_groups).repeat_interleave(8)
-        shares = split_batch(TensorDict(columns, batch_size=[len(lengths)]), num_ranks, num_minibatches)
+        tokens = lengths.view(num_groups, 8).sum(1)
+        shares = deal_groups(tokens.tolist(), rewards[:, 0].bool().tolist(), num_ranks, num_minibatches)
         loads = torch.zeros(num_ranks, num_minibatches, dtype=torch.int64)
-        for rank, share in enumerate(shares):
-            trained = share["attention_mask"][:, 0] * rewards[share["group_index"], 0].long()
-            loads[rank].index_add_(0, share["group_index"] % num_minibatches, trained)
+        for rank, groups in enumerate(map(torch.tensor, shares)):
+            loads[rank].index_add_(0, groups % num_minibatches, tokens[groups] * rewards[groups, 0].long())
         useful.append((loads.sum() / (num_ranks * loads.max(dim=0).values.sum())).item())
     sizes = {"ranks": num_ranks, "minibatches": num_minibatches, "groups": num_groups, "dead": dead}
     return {"case": "deal", **sizes, "useful": statistics.fmean(useful), "useful_least": min(useful)}

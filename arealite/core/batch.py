@@ -1,13 +1,9 @@
 """Batches whose tensors are in Ray's object store, split once into parts and moved as pieces.
 
-A piece is one object of the store: some keys of one part, as numpy arrays of the real tokens (numpy is read from the
-store without a copy; a TensorDict would be pickled). Invariants: a part is never split again, so a group with as many
-ranks as parts computes on the shares of a script with that many ranks; a restored part has the tokens and the width of
-the original, so sums keep their order, and the usual padding (-1 in `versions`, else 0). Restoring copies: arrays in
-the store are shared by all readers.
+A piece is one object of the store: some keys of one part, packed. Invariants: a part is never split again, so a group
+with as many ranks as parts computes on the shares of a script with that many ranks; a restored part has the tokens and
+the width of the original, so sums keep their order.
 """
-
-# B rows of a part, S padded tokens, N real tokens
 
 from __future__ import annotations
 
@@ -18,69 +14,21 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import ray
 import torch
 from ray.exceptions import ObjectLostError
 from tensordict import TensorDict
 
-from arealite.utils.tensors import ABSENT, RAGGED, concat_padded_tensors, real_entries
+from arealite.utils.packed import Piece, unpack
+from arealite.utils.tensors import RAGGED, concat_padded_tensors
 
 _MASK = "attention_mask"
-_BITS = {torch.bfloat16: torch.int16}  # numpy lacks the type: send its bits
-
-
-@dataclass(frozen=True)
-class _Array:
-    """A packed tensor: the real entries `[N, ...]` of rows padded to `width`, or the whole tensor if that is None."""
-
-    values: np.ndarray[Any, Any]
-    dtype: torch.dtype
-    width: int | None
-
-
-Piece = dict[str, _Array]
-
-
-def pack(part: TensorDict, keys: Iterable[str]) -> Piece:
-    """Return some keys of a part, which has its `attention_mask`, without padding."""
-    piece = {}
-    for key in keys:
-        tensor = part[key].detach().cpu()
-        real = None if key == _MASK else real_entries(part, key)
-        array = _bits(tensor)
-        array = np.ascontiguousarray(array) if real is None else array[real.cpu().numpy()]
-        piece[key] = _Array(array, tensor.dtype, None if real is None else tensor.shape[1])
-    return piece
-
-
-def _bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return a tensor's memory as an array: numpy indexes by a mask thirty times as fast as torch."""
-    return tensor.view(_BITS.get(tensor.dtype, tensor.dtype)).numpy()
-
-
-def unpack(arrays: Mapping[str, _Array]) -> TensorDict:
-    """Return the part that the pieces hold, as a copy."""
-    part: dict[str, torch.Tensor] = {}
-    for key in sorted(arrays, key=lambda key: (key != _MASK, key in RAGGED)):  # counts before ragged keys
-        array = arrays[key]
-        if array.width is None:
-            part[key] = torch.from_numpy(np.array(array.values)).view(array.dtype)
-        else:
-            num_rows = part[_MASK].shape[0]
-            padded = torch.full((num_rows, array.width, *array.values.shape[1:]), ABSENT.get(key, 0), dtype=array.dtype)
-            sized = TensorDict(part | {key: padded}, batch_size=[num_rows])
-            real = real_entries(sized, key)
-            assert real is not None, f"{key} had padding"
-            _bits(padded)[real.numpy()] = array.values
-            part[key] = padded
-    return TensorDict(part, batch_size=[part[_MASK].shape[0]])
 
 
 def restored(layout: Collection[Mapping[str, str]], parts: Iterable[Sequence[Piece]]) -> list[TensorDict]:
     """Return parts of a batch, each from its pieces; `layout` maps names in the batch to keys of each piece."""
     return [
-        unpack({name: piece[key] for names, piece in zip(layout, part) for name, key in names.items()})
+        unpack([{name: piece[key] for names, piece in zip(layout, part) for name, key in names.items()}])
         for part in parts
     ]
 

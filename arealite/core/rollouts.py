@@ -27,7 +27,6 @@ from arealite.api.errors import GroupLostError, WorkerLostError
 from arealite.api.io_struct import PromptId
 from arealite.api.script import users_code
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.core.batch import Piece, pack, unpack
 from arealite.core.worker import portable, write_output_to
 from arealite.core.world import PLACE_S, actor_of, cause_of_death
 from arealite.inference.completions import Completions
@@ -38,6 +37,7 @@ from arealite.rollout.executor import RolloutExecutor
 from arealite.rollout.prompts import Episode, Prompt, Row, SampleRecord, ShouldAccept
 from arealite.utils import heartbeat
 from arealite.utils.background import BackgroundTasks
+from arealite.utils.packed import Piece, pack, unpack
 from arealite.utils.processes import raise_file_limit
 
 logger = logging.getLogger("arealite.core")
@@ -299,7 +299,7 @@ class RolloutWorkers:
         self._completions.count(*report.counts)
         episode.samples, episode.rewards = report.samples, report.rewards
         episode.servers, episode.table = report.servers, report.table
-        return unpack(report.outcome) if isinstance(report.outcome, dict) else report.outcome
+        return unpack([report.outcome]) if isinstance(report.outcome, dict) else report.outcome
 
     def _replace(self, worker: _Worker, error: BaseException) -> None:
         """Replace a lost worker, unless it was replaced already."""

@@ -18,10 +18,11 @@ import torch
 from ray import cloudpickle
 
 from arealite.api.script import users_code
-from arealite.core.batch import Piece, Pieces, RemoteBatch, cut, join, pack, restored
+from arealite.core.batch import Pieces, RemoteBatch, cut, join, restored
 from arealite.launcher.plan.layout import Group
 from arealite.utils import heartbeat, trace
 from arealite.utils.network import hold_port, host_ip, port_of
+from arealite.utils.packed import Piece, pack
 
 Run = str | Callable[..., Any]
 """A method or property of the role's engine by name, or `f(engine, batch, **kwargs)`."""

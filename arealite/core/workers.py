@@ -21,7 +21,7 @@ from arealite.api.config.checks import check_workers
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.core.batch import Column, Pieces, RemoteBatch, fetch, pack
+from arealite.core.batch import Column, Pieces, RemoteBatch, fetch
 from arealite.core.group import WorkerGroup
 from arealite.core.page import Incident
 from arealite.core.records import CallRecord
@@ -33,14 +33,14 @@ from arealite.engine.ppo.actor import TOKENS
 from arealite.launcher.place.ray import connect, forwarded_environment, own_ray
 from arealite.launcher.plan.layout import Group, make_layout
 from arealite.rollout.prompts import ShouldAccept
-from arealite.rollout.trajectory import split_batch
+from arealite.rollout.trajectory import deal_groups
 from arealite.utils.distributed import join_default_group, leave_default_group
+from arealite.utils.packed import pack
 from arealite.utils.tensors import split_rows, trimmed_rows, unit_lengths
 from arealite.utils.terminal import listed
 
 E = TypeVar("E")
 
-_ROW = "row_of_the_whole_batch"
 _NUM_RECORDS = 10_000
 _MAX_BATCHES = 16  # between two snapshots: a group keeps the pieces of all calls that it may replay
 
@@ -176,10 +176,14 @@ class Workers:
             self.note_step(self._step)
         self._num_batches += 1
         if "group_index" in batch:
-            numbered = batch.clone(recurse=False).set(_ROW, torch.arange(len(batch)))
-            rollout = self._config.rollout
+            rollout, groups_B = self._config.rollout, batch["group_index"]
             num_minibatches = 1 if rollout is None else rollout.num_minibatches
-            order = [part[_ROW].tolist() for part in split_batch(numbered, self.num_parts, num_minibatches)]
+            rewards_B = batch.get("rewards", torch.zeros(len(batch)))
+            lengths = groups_B.bincount(batch["attention_mask"].sum(1)).tolist()
+            one_G = rewards_B.new_zeros(len(lengths)).index_put_((groups_B,), rewards_B)  # reward of one row per group
+            have_spread = groups_B.bincount(rewards_B != one_G[groups_B]).tolist()
+            shares = deal_groups(lengths, [num > 0 for num in have_spread], self.num_parts, num_minibatches)
+            order = [torch.isin(groups_B, torch.tensor(share)).nonzero()[:, 0].tolist() for share in shares]
         else:
             order = split_rows(unit_lengths(batch["attention_mask"]), self.num_parts)
         parts = [trimmed_rows(batch, rows) for rows in order]

@@ -3,9 +3,8 @@ ranks other than 0 it is a receiver: batches come through collectives, everythin
 joins while the trainer waits for a batch gets the current weights then, otherwise at the next weight update."""
 
 import asyncio
-import functools
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -42,10 +41,11 @@ from arealite.rollout.evaluation import evaluation_metrics
 from arealite.rollout.event_loop import EventLoopThread, activity
 from arealite.rollout.executor import RolloutExecutor
 from arealite.rollout.prompts import Dataloader, Episode, ShouldAccept
-from arealite.rollout.trajectory import split_batch
+from arealite.rollout.trajectory import assemble_batch, split_batch
 from arealite.utils import heartbeat, trace
 from arealite.utils.background import BackgroundTasks
 from arealite.utils.distributed import global_rank
+from arealite.utils.packed import unpack
 from arealite.utils.processes import QuietCollector, raise_file_limit
 from arealite.utils.secret import ensure_secret, secret_of_environment
 
@@ -143,12 +143,12 @@ class RemoteInferenceEngine(InferenceEngine):
         if global_rank() != 0:
             return
         if self.config.replay_from:
-            self._replay = Replay(self.config.replay_from, self)
+            self._replay = Replay(self.config.replay_from, self, list)
             return
         addresses = self._surroundings.named_servers(self.config, addr)
         raise_file_limit()
         self._collector = QuietCollector()
-        self._executor = RolloutExecutor(self.config, self, self._clients, self._surroundings.make_loop)
+        self._executor = RolloutExecutor(self.config, self, self._clients, self._surroundings.make_loop, list)
         self._rate_from = (self.now(), 0)
         self._executor.catch_up = self._catch_up
         try:
@@ -315,23 +315,23 @@ class RemoteInferenceEngine(InferenceEngine):
         self, dataloader: Dataloader, workflow: RolloutWorkflow, should_accept: ShouldAccept | None = None
     ) -> TensorDict:
         @activity.waiting(lambda: self.servers.num_slots)
-        def collect() -> TensorDict:
+        def collect() -> list[TensorDict]:
             return self._rollouts().prepare_batch(dataloader, workflow, should_accept)
 
         return self._share(collect)
 
-    def _share(self, collect: Callable[[], TensorDict]) -> Any:
-        """Return this rank's share of what rank 0 collects, or what `hand_out` makes of all of it."""
-        split = functools.partial(split_batch, num_minibatches=self.config.num_minibatches)
+    def _share(self, collect: Callable[[], list[TensorDict]]) -> Any:
+        """Return this rank's share of the trajectories that rank 0 collects, or what `hand_out` makes of all."""
 
-        def hand_out() -> Any:
-            batch = collect()
+        def split(trajectories: list[TensorDict], num_ranks: int) -> Iterable[Any]:
             self.sleep()  # before any rank computes
-            return self._hand_out(batch)
+            if num_ranks == 1:
+                return [self._hand_out(assemble_batch(trajectories))]
+            return split_batch(trajectories, num_ranks, self.config.num_minibatches)
 
-        share: Any = self._exchange.share(hand_out, split, self._update_joining)
-        self._training = share
-        return share
+        share = self._exchange.share(collect, split, self._update_joining)
+        self._training = share if self._exchange.num_ranks == 1 else unpack(*share)
+        return self._training
 
     def record_update(self, actor: Any) -> None:
         """Store what an actor computed per token of the last batch (collective)."""

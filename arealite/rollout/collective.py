@@ -4,10 +4,10 @@ Invariant: every rank returns its part or raises rank 0's error; a rank on which
 once, as the other ranks learn of it by the end of its process.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -16,6 +16,7 @@ from arealite.utils import heartbeat, stop
 from arealite.utils.distributed import is_agreed
 
 T = TypeVar("T")
+P = TypeVar("P")
 
 # Only for a rank 0 that is frozen: its waits have deadlines of their own, and its death ends the exchange at once.
 _TIMEOUT = timedelta(days=1)
@@ -23,7 +24,8 @@ _TIMEOUT = timedelta(days=1)
 
 @dataclass(frozen=True)
 class _Message:
-    part: Any = None
+    """What every rank gets; without a field that is set, its part follows."""
+
     error: str | None = None
     is_callback: bool = False
     stops: bool = False
@@ -45,29 +47,33 @@ class RankZeroExchange:
         return dist.get_world_size() if dist.is_initialized() else 1
 
     def share(
-        self, collect: Callable[[], T], split: Callable[[T, int], list[T]], callback: Callable[[], None] | None
-    ) -> T:
+        self, collect: Callable[[], T], split: Callable[[T, int], Iterable[P]], callback: Callable[[], None] | None
+    ) -> P:
         """Return this rank's part of what rank 0 collects, or raise its error on every rank.
 
-        Other ranks run the callback as often as rank 0 does in `collect`.
+        Rank 0 sends a part before it takes the next one from `split`. Other ranks run the callback as often as rank 0
+        does in `collect`.
         """
         if dist.is_initialized() and dist.get_rank() != 0:
-            return self._receive(callback)
+            return cast("P", self._receive(callback))
         was_open, self._is_open = self._is_open, self.num_ranks > 1  # a callback may collect
         if self._is_open:
             self._own_group()
         try:
-            parts = split(collect(), self.num_ranks)
+            parts = iter(split(collect(), self.num_ranks))
+            own = next(parts)
         except BaseException as error:
             if self._is_open and not self._has_left:
                 stops = isinstance(error, stop.RunStopped)
-                self._send([_Message(error=f"{type(error).__name__}: {error}", stops=stops)] * self.num_ranks)
+                self._send(_Message(error=f"{type(error).__name__}: {error}", stops=stops))
             raise
         finally:
             self._is_open = was_open
         if self.num_ranks > 1:
-            self._send([_Message(part) for part in parts])
-        return parts[0]
+            self._send(_Message())
+            for rank, part in enumerate(parts, start=1):
+                dist.send_object_list([part], rank, group=self._own_group())
+        return own
 
     def gather(self, part: T) -> list[T]:
         """Return the parts of all ranks on rank 0, and nothing elsewhere (collective, after `share`)."""
@@ -82,7 +88,7 @@ class RankZeroExchange:
         while True:
             received: list[Any] = [None]
             with heartbeat.waiting("what rank 0 collects", on="ranks"):
-                dist.scatter_object_list(received, None, src=0, group=self._own_group())
+                dist.broadcast_object_list(received, src=0, group=self._own_group())
             heartbeat.tick()
             message: _Message = received[0]
             if message.is_callback:
@@ -97,12 +103,15 @@ class RankZeroExchange:
             elif message.error is not None:
                 raise EpisodeError(f"rank 0 could not collect the batch: {message.error}")
             else:
-                return message.part
+                with heartbeat.waiting("the part of rank 0's batch", on="ranks"):
+                    dist.recv_object_list(received, src=0, group=self._own_group())
+                heartbeat.tick()
+                return received[0]
 
     def run_on_every_rank(self, callback: Callable[[], None]) -> None:
         """Run a callback on this rank and on those that receive (rank 0); do nothing while others do not listen."""
         if self._is_open:
-            self._send([_Message(is_callback=True)] * self.num_ranks)
+            self._send(_Message(is_callback=True))
         elif self.num_ranks > 1:
             return
         try:
@@ -111,8 +120,8 @@ class RankZeroExchange:
             self._has_left = self._is_open and not is_agreed(error)
             raise
 
-    def _send(self, messages: list[_Message]) -> None:
-        dist.scatter_object_list([None], messages, src=0, group=self._own_group())
+    def _send(self, message: _Message) -> None:
+        dist.broadcast_object_list([message], src=0, group=self._own_group())
 
     def _own_group(self) -> dist.ProcessGroup | None:
         if self._group is None:

@@ -63,10 +63,12 @@ class RolloutExecutor:
         engine: InferenceEngine,
         attempts: Attempts | None = None,
         make_loop: Callable[..., EventLoopThread] = EventLoopThread,
+        assemble: Callable[[list[TensorDict]], Any] = assemble_batch,
     ) -> None:
         """`attempts` runs training episodes in other processes; None runs them here, where evaluations always run. A
-        simulation makes a loop that it turns in virtual time."""
+        simulation makes a loop that it turns in virtual time. `assemble` makes training batches of trajectories."""
         self.config, self._engine, self._batch_size = config, engine, config.consumer_batch_size
+        self._assemble = assemble
         self._max_concurrent = config.max_concurrent_rollouts or self._batch_size
         self._queue_size = config.queue_size or 16 * self._max_concurrent
         self._account = StalenessAccount(
@@ -106,13 +108,13 @@ class RolloutExecutor:
 
     def prepare_batch(
         self, dataloader: Dataloader, workflow: RolloutWorkflow, should_accept: ShouldAccept | None = None
-    ) -> TensorDict:
+    ) -> Any:
         """Return the next batch of bounded staleness, pulling prompts from the dataloader in the caller's thread."""
         should_accept = should_accept or (lambda trajectory: True)
         source = self._begin_with(dataloader, workflow, should_accept)
         while num_prompts := self._wait_for(self._wait_until, self._num_wanted, self._batch_size):
             self.loop.run(self._issue(source.prompts(num_prompts, workflow, should_accept), source.cursor()))
-        return self._hand_out(self._wait_for(self._take, self._batch_size))
+        return self._assemble(self._hand_out(self._wait_for(self._take, self._batch_size)))
 
     def _num_wanted(self) -> int | None:
         """Return how many prompts to queue, 0 when a batch can be taken, None when neither is possible yet."""
@@ -135,15 +137,17 @@ class RolloutExecutor:
 
     def wait(self, count: int, timeout: float | None = None, should_accept: ShouldAccept | None = None) -> TensorDict:
         """Return `count` accepted trajectories, oldest first."""
-        return self._hand_out(self._wait_for(self._take, count, timeout, should_accept))
+        return assemble_batch(self._hand_out(self._wait_for(self._take, count, timeout, should_accept)))
 
-    def run_all(self, rows: Sequence[Row], workflow: RolloutWorkflow, *, is_evaluation: bool = False) -> TensorDict:
+    def run_all(self, rows: Sequence[Row], workflow: RolloutWorkflow, *, is_evaluation: bool = False) -> Any:
         """Run one episode per row now, also while paused, and return the accepted trajectories.
 
         The staleness bound does not apply. An evaluation accepts any single version of the weights (a second engine may
         not know the current one) and repeats episodes that saw other versions.
         """
-        return self._hand_out(self._run_all(rows, workflow, is_evaluation=is_evaluation), is_evaluation=is_evaluation)
+        episodes = self._run_all(rows, workflow, is_evaluation=is_evaluation)
+        assemble = assemble_batch if is_evaluation else self._assemble
+        return assemble(self._hand_out(episodes, is_evaluation=is_evaluation))
 
     def evaluate_each(self, rows: Sequence[Row], workflow: RolloutWorkflow, keep: Keep) -> None:
         """Run one episode per row now and hand each accepted one to `keep` (in the event loop) as soon as it ends."""
@@ -203,13 +207,13 @@ class RolloutExecutor:
         """Make the thread that waits for episodes, now or next, call `catch_up`; from any thread."""
         self.loop.call_soon(self._asked.set)
 
-    def _hand_out(self, episodes: list[Episode], *, is_evaluation: bool = False) -> TensorDict:
+    def _hand_out(self, episodes: list[Episode], *, is_evaluation: bool = False) -> list[TensorDict]:
         episodes = sorted(episodes, key=lambda one: one.prompt_id)
         trained_step = None if is_evaluation else self._account.version
         self.store.append(f"{'eval_' * is_evaluation}step_{self._account.version}", episodes, trained_step=trained_step)
         if self._source is not None and not is_evaluation:
             self._source.note_rewards({one.prompt_id: one.rewards for one in episodes})
-        return assemble_batch([one.trajectory for one in episodes])
+        return [one.trajectory for one in episodes]
 
     def _new_prompt(self, row: Row, workflow: RolloutWorkflow) -> Prompt:
         self._num_unnamed += 1

@@ -10,7 +10,7 @@ A batch and its split depend on the trajectories, not on timing.
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,8 @@ from arealite.api.errors import TrajectoryError
 from arealite.api.io_struct import MAX_LOGPROB
 from arealite.api.workflow_api import own_metrics, runs_of
 from arealite.utils.images import KEYS
-from arealite.utils.tensors import concat_padded_tensors, split_balanced, trimmed_rows
+from arealite.utils.packed import Piece, common_width, layout_of, pack
+from arealite.utils.tensors import concat_padded_tensors, split_balanced
 
 _PER_TOKEN = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
 _KEPT = {"kept_ids", "kept_counts"}
@@ -215,30 +216,43 @@ def assemble_batch(trajectories: Sequence[TensorDict]) -> TensorDict:
     return batch
 
 
-def split_batch(batch: TensorDict, num_shares: int, num_minibatches: int = 1) -> list[TensorDict]:
-    """Split a batch into shares of whole groups in order; a share may be empty and is padded to its longest row.
+def split_batch(
+    trajectories: Sequence[TensorDict], num_shares: int, num_minibatches: int = 1
+) -> Iterator[tuple[list[Piece], int]]:
+    """Yield what `unpack` makes a share of: the pieces of its groups, and its width.
+
+    Shares are those rows of the assembled batch, in order and without the padding that follows the longest.
+    """
+    layout = layout_of(trajectories).set("group_index", torch.zeros(0, dtype=torch.int64))
+    lengths = [int(one["attention_mask"].sum()) for one in trajectories]
+    for groups in deal_groups(lengths, list(map(has_spread, trajectories)), num_shares, num_minibatches):
+        members = [layout, *(_numbered(trajectories[group], group) for group in groups)]
+        yield [pack(one, layout.keys(), layout) for one in members], common_width(layout, members)
+
+
+def _numbered(trajectory: TensorDict, group: int) -> TensorDict:
+    """Return a copy with `group_index [b]`."""
+    return trajectory.copy().set("group_index", torch.full(trajectory.batch_size[:1], group))
+
+
+def deal_groups(
+    lengths: Sequence[int], have_spread: Sequence[bool], num_shares: int, num_minibatches: int = 1
+) -> list[list[int]]:
+    """Assign whole groups of these numbers of tokens to shares, in order; a share may be empty.
 
     Shares have about equal tokens in each minibatch, as ranks wait for each other in every optimizer step; a group is
     in minibatch `group_index % num_minibatches`, as in the actor. Tokens of groups with and without spread are balanced
     separately, as a step may skip the latter.
     """
-    if num_shares == 1:
-        return [batch]
-    group_index, rewards_B = batch["group_index"], batch.get("rewards", torch.zeros(len(batch)))
-    tokens = group_index.bincount(batch["attention_mask"].sum(1)).tolist()
-    one_G = rewards_B.new_zeros(len(tokens)).index_put_((group_index,), rewards_B)  # reward of one row per group
-    have_spread = set(group_index[rewards_B != one_G[group_index]].tolist())
-    num_minibatches = min(num_minibatches, len(tokens))
+    num_minibatches = min(num_minibatches, len(lengths))
     loads = [0] * num_shares
     shares: list[list[int]] = [[] for _ in loads]
     for first, is_live in itertools.product(range(num_minibatches), (True, False)):
-        members = [group for group in range(first, len(tokens), num_minibatches) if (group in have_spread) == is_live]
-        parts = [[members[i] for i in part] for part in split_balanced([tokens[g] for g in members], num_shares)]
-        parts.sort(
-            key=lambda groups: -sum(tokens[g] for g in groups)
-        )  # the largest part to the share with the fewest tokens
+        members = [group for group in range(first, len(lengths), num_minibatches) if have_spread[group] == is_live]
+        parts = [[members[i] for i in part] for part in split_balanced([lengths[g] for g in members], num_shares)]
+        # the largest part to the share with the fewest tokens
+        parts.sort(key=lambda groups: -sum(lengths[g] for g in groups))
         for share, groups in zip(sorted(range(num_shares), key=lambda share: loads[share]), parts):
-            loads[share] += sum(tokens[g] for g in groups)
+            loads[share] += sum(lengths[g] for g in groups)
             shares[share] += groups
-    are_in = [torch.isin(group_index, torch.tensor(groups, dtype=torch.int64)) for groups in shares]
-    return [trimmed_rows(batch, is_in_B.nonzero()[:, 0].tolist()) for is_in_B in are_in]
+    return [sorted(groups) for groups in shares]

@@ -146,7 +146,7 @@ def real_entries(batch: TensorDict, key: str) -> torch.Tensor | None:
     tensor, mask_BS = batch[key], batch["attention_mask"].bool()
     if key in RAGGED:
         return torch.arange(tensor.shape[1], device=tensor.device) < _num_entries(batch[RAGGED[key]])[:, None]
-    return mask_BS if _is_per_token(key, tensor, mask_BS.shape[1]) else None
+    return mask_BS if is_per_token(key, tensor, mask_BS.shape[1]) else None
 
 
 def trimmed_rows(batch: TensorDict, row_indices: Sequence[int]) -> TensorDict:
@@ -155,11 +155,11 @@ def trimmed_rows(batch: TensorDict, row_indices: Sequence[int]) -> TensorDict:
     mask_BS = batch["attention_mask"].index_select(0, rows)
     width = 1 + np.flatnonzero(mask_BS.any(dim=0).numpy()).max(initial=0)
     length = mask_BS.shape[1]
-    per_row = [t for key, t in batch.items() if key not in RAGGED and not _is_per_token(key, t, length)]
+    per_row = [t for key, t in batch.items() if key not in RAGGED and not is_per_token(key, t, length)]
     while width in {tensor.shape[1] for tensor in per_row if tensor.ndim > 1}:  # else they would look like tokens
         width += 1
     for key, tensor in batch.items():
-        if _is_per_token(key, tensor, length):
+        if is_per_token(key, tensor, length):
             tensor = tensor[:, :width]
         elif key in RAGGED:
             tensor = tensor[:, : max(_num_entries(batch[RAGGED[key]][rows]).tolist(), default=0)]
@@ -172,7 +172,8 @@ def _num_entries(counts: torch.Tensor) -> torch.Tensor:
     return (counts.prod(-1) if counts.ndim == 3 else counts).sum(dim=1)
 
 
-def _is_per_token(key: str, tensor: torch.Tensor, length: int) -> bool:
+def is_per_token(key: str, tensor: torch.Tensor, length: int) -> bool:
+    """Return whether a key of a batch that is padded to `length` has an entry per token."""
     return key not in RAGGED and key != "image_grid_thw" and tensor.ndim > 1 and tensor.shape[1] == length
 
 
@@ -187,7 +188,7 @@ def pack_rows(batch: TensorDict, row_indices: Sequence[int]) -> MicroBatch:
     tokens_N = places_N + (length * (indices - rows_B)).index_select(0, rows_N)
     packed = {}
     for key, tensor in batch.exclude("attention_mask").items():
-        if _is_per_token(key, tensor, length):
+        if is_per_token(key, tensor, length):
             packed[key] = tensor.flatten(0, 1).index_select(0, tokens_N)
         elif key in RAGGED:
             rows = batch.select(key, RAGGED[key], "attention_mask")[indices]

@@ -26,7 +26,7 @@ from testing_groups import WIDE, Tally, Unreadable
 from arealite.api.cli_args import DPOConfig, load_expr_config
 from arealite.api.errors import GroupLostError
 from arealite.core import world
-from arealite.core.batch import Column, Pieces, RemoteBatch, pack
+from arealite.core.batch import Column, Pieces, RemoteBatch
 from arealite.core.group import Task, WorkerGroup
 from arealite.core.records import CallRecord
 from arealite.core.remote_engine import RemoteEngine
@@ -35,6 +35,7 @@ from arealite.core.workers import Workers
 from arealite.launcher.place.ray import connect
 from arealite.utils import trace
 from arealite.utils.distributed import is_agreed
+from arealite.utils.packed import pack
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("core_group")]
 

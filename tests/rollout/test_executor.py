@@ -41,7 +41,7 @@ from arealite.rollout import executor as executor_module
 from arealite.rollout.account.audit import audit
 from arealite.rollout.account.store import RolloutStore, read_batches
 from arealite.rollout.prompts import current_episode, sampling_seed
-from arealite.rollout.trajectory import has_spread
+from arealite.rollout.trajectory import assemble_batch, has_spread
 from arealite.utils import stop
 from arealite.utils.tensors import concat_padded_tensors
 
@@ -1023,7 +1023,8 @@ def test_runs_of_several_rows_are_accounted_for_and_come_back_bit_for_bit(start:
     assert found.is_clean and (found.trained, found.repeated, found.lost) == (6, 0, None)
     for version, batch in enumerate(batches):
         assert batch["group_index"].tolist() == [group for group in range(3) for _ in range(version * 3 + group + 2)]
-        (stored,) = read_batches(tmp_path / f"e/t/rollouts/step_{version}")
+        (trajectories,) = read_batches(tmp_path / f"e/t/rollouts/step_{version}")
+        stored = assemble_batch(trajectories)
         assert sorted(stored.keys()) == sorted(batch.keys())
         assert all(torch.equal(stored[key], batch[key]) for key in stored.keys())  # noqa: SIM118
 

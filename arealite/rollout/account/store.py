@@ -42,6 +42,7 @@ from arealite.rollout.account.rollout_file import (
 from arealite.rollout.prompts import Dataloader, Episode, Row, ShouldAccept
 from arealite.rollout.trajectory import assemble_batch
 from arealite.utils.files import reading, writing
+from arealite.utils.packed import layout_of
 from arealite.utils.tensors import concat_padded_tensors, real_entries
 
 _FLUSH_S = 120.0  # deadline for queued writes
@@ -212,27 +213,29 @@ def _is_whole(prompt_id: str, stored_share: float) -> bool:
 class Replay:
     """Replaces the executor on rank 0: returns the stored batches of the engine's version in order."""
 
-    def __init__(self, folder: str, engine: InferenceEngine) -> None:
+    def __init__(
+        self, folder: str, engine: InferenceEngine, assemble: Callable[[list[TensorDict]], Any] = assemble_batch
+    ) -> None:
         self._folder = RunFolder(folder).rollouts
-        self._engine = engine
-        self._left: dict[Path, deque[TensorDict]] = {}
+        self._engine, self._assemble = engine, assemble
+        self._left: dict[Path, deque[list[TensorDict]]] = {}
 
     def submit(self, row: Row, workflow: RolloutWorkflow) -> None:
         """Do nothing: the episode is stored."""
 
     def wait(self, count: int, timeout: float | None = None, should_accept: ShouldAccept | None = None) -> TensorDict:
-        return self._next("step")
+        return assemble_batch(self._next("step"))
 
     def prepare_batch(
         self, dataloader: Dataloader, workflow: RolloutWorkflow, should_accept: ShouldAccept | None = None
-    ) -> TensorDict:
-        return self._next("step")
+    ) -> Any:
+        return self._assemble(self._next("step"))
 
-    def run_all(self, rows: Sequence[Row], workflow: RolloutWorkflow, *, is_evaluation: bool = False) -> TensorDict:
+    def run_all(self, rows: Sequence[Row], workflow: RolloutWorkflow, *, is_evaluation: bool = False) -> Any:
         """Return the next batch, or the next one that was evaluated."""
-        return self._next("eval_step" if is_evaluation else "step")
+        return assemble_batch(self._next("eval_step")) if is_evaluation else self._assemble(self._next("step"))
 
-    def _next(self, name: str) -> TensorDict:
+    def _next(self, name: str) -> list[TensorDict]:
         path = self._folder / f"{name}_{self._engine.get_version()}"
         if path not in self._left:
             self._left[path] = deque(read_batches(path))
@@ -244,12 +247,12 @@ class Replay:
         return self._left[path].popleft()
 
 
-def read_batches(path: Path) -> list[TensorDict]:
-    """Return the batches of a name in the order in which they were written."""
+def read_batches(path: Path) -> list[list[TensorDict]]:
+    """Return the trajectories of the batches of a name in the order in which they were written."""
     return [_read_batch(file) for file in batch_files(path).values()]
 
 
-def _read_batch(path: Path) -> TensorDict:
+def _read_batch(path: Path) -> list[TensorDict]:
     rows = list(read_file(path))
     if lacking := [row["prompt_id"] for row in rows if row["input_ids"] is None]:
         raise ConfigError(
@@ -263,10 +266,11 @@ def _read_batch(path: Path) -> TensorDict:
             if row["row"] == 0:
                 episodes.append([])
             episodes[-1].append(_trajectory(row, dtypes))
-        batch = assemble_batch([concat_padded_tensors(one) for one in episodes])
-    if "image_grid_thw" in batch:
+        trajectories = [concat_padded_tensors(one) for one in episodes]
+        layout = layout_of(trajectories)
+    if "image_grid_thw" in layout:
         raise ConfigError(f"a run that is replayed must have no images: got {path}, which lacks their patches.")
-    return batch
+    return trajectories
 
 
 def _trajectory(row: Mapping[str, Any], dtypes: Mapping[str, str]) -> TensorDict:

@@ -78,7 +78,7 @@ def test_batches_come_back_bit_for_bit(
         store.append("step_3", [finished(7, one) for one in trajectories], 3)
         expected.append(assemble_batch(trajectories))
     store.close()
-    found = read_batches(folder / "step_3")
+    found = list(map(assemble_batch, read_batches(folder / "step_3")))
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
         assert sorted(one.keys()) == sorted(other.keys())
