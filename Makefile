@@ -14,7 +14,7 @@ PIP          = $(VENV)/bin/python -m pip install --no-compile --disable-pip-vers
 # Bytecode is kept, also where the environment forbids it: a run of the tests imports the package a hundred times.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-examples test-install test-benchmarks test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-simulate test-hostile test-agents test-options test-sandbox test-view pictures test-mistakes test-core test-core-faults test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime benchmark-burst benchmark-core benchmark-agents benchmark-algorithms benchmark-data benchmark-logprobs benchmark-async benchmark-step benchmark-original benchmark-packing benchmark-weights benchmark-memory benchmark-gpu lint format docs clean
+.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-examples test-install test-benchmarks test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-simulate test-hostile test-agents test-options test-sandbox test-view pictures test-mistakes test-core test-core-faults test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime benchmark-burst benchmark-core benchmark-agents benchmark-algorithms benchmark-data benchmark-logprobs benchmark-async benchmark-step benchmark-original benchmark-packing benchmark-weights benchmark-memory benchmark-gpu simulate-validate lint format docs clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -180,6 +180,9 @@ benchmark-agents: $(VENV)/.installed-dev            ## measure the cost of an ag
 
 benchmark-async: $(VENV)/.installed            ## compare asynchronous with synchronous training, also with tools that take 200 ms (5 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/async_vs_sync.py $(ARGS)
+
+simulate-validate: $(VENV)/.installed            ## measure how far off predictions of arealite simulate are, on a quiet machine (8 minutes)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/simulate_validate.py $(ARGS)
 
 benchmark-weights: $(VENV)/.installed            ## measure weight updates, and how long they pause generation (2 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/weight_sync.py $(ARGS)

@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "agent": {"api", "utils", "chat", "workflow", "rollout.event_loop"},
     "launcher": {"api", "utils", "watchdog", "inference.backends", "inference.registry"},
     "viewer": {"api", "utils", "rollout.account"},
-    "simulate": {"api", "utils", "rollout", "inference", "engine", "weights", "workflow"},
+    "simulate": {"api", "utils", "planner", "rollout", "inference", "engine", "weights", "workflow"},
     "core": {
         *("api", "utils", "algorithms", "rollout", "engine", "inference", "weights", "workflow", "reward", "dataset"),
         *("trainer", "viewer", "launcher.place", "launcher.plan"),
@@ -55,7 +55,7 @@ ROOM_CEILINGS = {
     "algorithms": 796,
     "api": 2693,
     "chat": 483,
-    "cli": 1793,
+    "cli": 1929,
     "core": 2120,
     "dataset": 793,
     "engine": 2046,
@@ -66,7 +66,7 @@ ROOM_CEILINGS = {
     "reward": 599,
     "rollout": 2269,
     "server": 534,
-    "simulate": 656,
+    "simulate": 800,
     "trainer": 882,
     "utils": 2110,
     "viewer": 1048,
@@ -76,12 +76,12 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 27678,
+    "code of the package": 27958,
     "files of a GRPO run": 131,
     "code of a GRPO run": 17341,
     "import depth": 18,
     "keys of a GRPO config": 354,
-    "lines of pages": 5658,
+    "lines of pages": 5729,
     "lines of README.md": 129,
 }
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 600

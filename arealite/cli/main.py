@@ -25,6 +25,7 @@ COMMANDS = {
     "replay": "repeat a training step of a run and compare the weights",
     "report": "write report.html for a run folder",
     "view": "show runs in a browser, also while they train: charts, and every trajectory token by token",
+    "simulate": "predict how fast a run would be and what decides it, by its rollout runtime in virtual time",
     "plan-core": "predict which layout of worker groups makes the steps of a run with a graph shorter",
     "migrate": "rewrite a config of AReaLite v0.3 or AReaL as one of ours",
     "schema": "write the JSON schema of a config, by which editors complete and check YAML files",

@@ -1,14 +1,16 @@
 """A run in virtual time: the production client, account, pool, health and publication on simulated servers."""
 
 import asyncio
+import itertools
 import math
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+import numpy as np
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch._C._distributed_c10d import HashStore
@@ -24,14 +26,13 @@ from arealite.inference.http import Json
 from arealite.inference.registry import Registry, ServerEntry
 from arealite.inference.remote_engine import RemoteInferenceEngine, Surroundings
 from arealite.rollout.event_loop import activity
-from arealite.rollout.prompts import ShouldAccept
 from arealite.simulate.servers import Lengths, ServerProfile, SimulatedServer, SimulatedSession
 from arealite.simulate.virtual import VirtualLoop, VirtualLoopThread
 from arealite.weights.publish import publish_weights
 from arealite.workflow.trajectory import sample_group, trajectory_from_response
 
 PARTS = ("rollout", "train", "weights")  # of a step
-_LEASE_S = 30.0  # after which a server that died leaves the list
+_LEASE_S, _SLOW_SPEED = 30.0, 0.25  # until a server that died leaves the list; of a slow one
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Scenario:
     bound: int = 2
     concurrency: int | None = None  # prompts; None is a batch
     lengths: Lengths = LognormalLengths(64, 0.0, 512)
+    given_lengths: Callable[[int, int], int] | None = None  # in place of them, by number of the prompt and sample
     max_new_tokens: int = 512
     prompt: int = 8
     publish_s: float = 0.0  # before the servers take part
@@ -72,7 +74,6 @@ class Scenario:
     warm_up: int = 5  # steps that are not measured
     rejected_share: float = 0.0  # of groups, by a filter
     slow_share: float = 0.0  # of servers
-    slow_speed: float = 0.25
     mean_life_s: float = math.inf  # of one server
     restart_s: float = 120.0
     hang_share: float = 0.0  # of deaths
@@ -84,25 +85,25 @@ class Scenario:
 class Result:
     """What came of the measured steps."""
 
-    seconds: float = 0.0
-    step_s: list[float] = field(default_factory=list)
-    spent_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    moments: list[tuple[float, float, float, float]] = field(default_factory=list)  # of each: begun, sampled, ...
+    servers: list[list[list[float]]] = field(default_factory=list)  # in each: how busy, and mean sequences, of each
     staleness: Counter[int] = field(default_factory=Counter)  # of the trained tokens
     num_trained: int = 0  # tokens, prompts included
-    num_sampled: float = 0.0
     num_calls: int = 0
-    num_deaths: int = 0
-    busy_share: float = 0.0  # of the servers' time
-    mean_running: float = 0.0  # sequences of a server
+    deaths: list[tuple[float, int]] = field(default_factory=list)  # time, and number of the server
     failure: AReaLiteError | None = None
 
-    def note(self, before: dict[str, float], after: dict[str, float]) -> None:
-        """Derive what is the difference of two totals."""
-        passed = {name: after[name] - before[name] for name in after}
-        self.seconds, self.num_sampled = passed["seconds"], passed["tokens"]
-        self.num_calls, self.num_deaths = int(passed["calls"]), int(passed["deaths"])
-        server_s = max(1e-9, self.seconds * after["servers"])
-        self.busy_share, self.mean_running = passed["busy_s"] / server_s, passed["slot_s"] / server_s
+    @property
+    def step_s(self) -> list[float]:
+        return [ended - began for began, *_, ended in self.moments]
+
+    @property
+    def seconds(self) -> float:
+        return self.moments[-1][-1] - self.moments[0][0] if self.moments else 0.0
+
+    @property
+    def spent_s(self) -> dict[str, float]:
+        return dict(zip(PARTS, np.diff(self.moments).sum(0).tolist(), strict=True))
 
     @property
     def mean_staleness(self) -> float:
@@ -137,10 +138,15 @@ class _Workflow(RolloutWorkflow):
         self._gconfig = GenerationHyperparameters(n_samples=1, max_new_tokens=scenario.max_new_tokens)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict:
-        request = ModelRequest(data["input_ids"], self._gconfig)
+        ids, given = data["input_ids"], self._scenario.given_lengths
+        request = ModelRequest(ids, self._gconfig)
 
         async def run(sample: int) -> TensorDict:
-            response = await engine.agenerate(request)
+            asked = request
+            if given is not None:
+                length = given(1000 * ids[0] + ids[1], sample)
+                asked = replace(request, gconfig=self._gconfig.new(min_new_tokens=length, max_new_tokens=length))
+            response = await engine.agenerate(asked)
             if self._scenario.reward_s:
                 await asyncio.sleep(self._scenario.reward_s)
             return trajectory_from_response(response, float(sample % 2))
@@ -148,21 +154,11 @@ class _Workflow(RolloutWorkflow):
         return await sample_group(run, self._scenario.group)
 
 
-class _Loader:
-    """A dataloader of made-up prompts without end."""
-
-    def __init__(self, scenario: Scenario) -> None:
-        self._scenario, self._count = scenario, 0
-
-    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
-        while True:
-            numbers = range(self._count, self._count + self._scenario.batch_size)
-            self._count = numbers.stop
-            yield [{"input_ids": ([n // 1000, n % 1000, 1, 2] + [5] * self._scenario.prompt)[: self._scenario.prompt]}
-                   for n in numbers]  # fmt: skip
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self._count}
+def _batches(scenario: Scenario) -> Iterator[list[dict[str, Any]]]:
+    """Yield batches of made-up prompts without end."""
+    for first in itertools.count(0, scenario.batch_size):
+        numbers, rest = range(first, first + scenario.batch_size), [5] * scenario.prompt
+        yield [{"input_ids": [n // 1000, n % 1000, 1, 2, *rest][: scenario.prompt]} for n in numbers]
 
 
 class Simulation:
@@ -175,16 +171,12 @@ class Simulation:
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         self.scenario, self.loop, self.on_step = scenario, VirtualLoop(), on_step
         self.draw = random.Random(scenario.seed)
-        addresses = [f"s{number}:1" for number in range(scenario.num_servers)]
-        self.servers = {address: self._server(address) for address in addresses}
-        self._lives: Counter[str] = Counter()
-        self.session, self.num_deaths, self.result = SimulatedSession(self.servers), 0, Result()
+        self.servers: dict[str, SimulatedServer] = {}
+        for address in (f"s{number}:1" for number in range(scenario.num_servers)):
+            speed = _SLOW_SPEED if self.draw.random() < scenario.slow_share else 1.0
+            self.servers[address] = SimulatedServer(address, scenario.server, self.loop, scenario.lengths, speed)
+        self.session, self.result = SimulatedSession(self.servers), Result()
         self.rollout = RemoteInferenceEngine(self._config(), surroundings=self._surroundings())
-
-    def _server(self, address: str) -> SimulatedServer:
-        scenario = self.scenario
-        speed = scenario.slow_speed if self.draw.random() < scenario.slow_share else 1.0
-        return SimulatedServer(address, scenario.server, self.loop, scenario.lengths, speed)
 
     def _config(self) -> InferenceEngineConfig:
         scenario = self.scenario
@@ -218,9 +210,8 @@ class Simulation:
 
     async def register(self, address: str) -> None:
         """List a server, as a new life of it."""
-        self._lives[address] += 1
         name = address.partition(":")[0]
-        await self.registry.put(ServerEntry(name, address, "sglang", f"{name}-{self._lives[address]}"))
+        await self.registry.put(ServerEntry(name, address, "sglang", f"{name}-{self.loop.time():.0f}"))
 
     def run(self) -> Result:
         """Train for the scenario's steps, and return what came of those after the warm-up."""
@@ -239,18 +230,18 @@ class Simulation:
         return self.result
 
     def _train(self) -> None:
-        scenario, rollout, result = self.scenario, self.rollout, self.result
+        scenario, rollout = self.scenario, self.rollout
         thread, actor = VirtualLoopThread(self.loop), cast("FSDPPPOActor", _Actor(scenario))
-        workflow, loader, accept = _Workflow(scenario), _Loader(scenario), self._filter()
+        workflow, loader, draw = _Workflow(scenario), _batches(scenario), random.Random(scenario.seed)
+        accept = (lambda _: draw.random() >= scenario.rejected_share) if scenario.rejected_share else None
         publish_weights(actor, rollout, version=0)
         if scenario.mean_life_s < math.inf:
             thread.submit(self._let_servers_die())
-        before = self._totals()
+        num_calls, before = 0, self._server_seconds()
         for step in range(scenario.warm_up + scenario.steps):
             if step == scenario.warm_up:
-                before, result = self._totals(), Result()
-            self.result = result
-            began = self.loop.time()
+                self.result, num_calls = Result(), self.session.num_calls
+            result, began = self.result, self.loop.time()
             batch = rollout.prepare_batch(loader, workflow, accept)
             sampled = self.loop.time()
             num_tokens = int(batch["attention_mask"].sum())
@@ -258,30 +249,18 @@ class Simulation:
             trained = self.loop.time()
             thread.run(asyncio.sleep(scenario.publish_s))
             publish_weights(actor, rollout, version=step + 1)
-            ended = self.loop.time()
+            ended, after = self.loop.time(), self._server_seconds()
+            result.moments.append((began, sampled, trained, ended))
+            result.servers.append(((after - before) / (ended - began)).tolist())
             result.num_trained += num_tokens
+            result.num_calls = self.session.num_calls - num_calls
             result.staleness.update((step - batch["versions"])[batch["loss_mask"].bool()].tolist())
-            for part, seconds in zip(PARTS, (sampled - began, trained - sampled, ended - trained), strict=True):
-                result.spent_s[part] += seconds
-            result.step_s.append(ended - began)
-            result.note(before, self._totals())
+            before = after
             self.on_step(step)
 
-    def _filter(self) -> ShouldAccept | None:
-        draw, share = random.Random(self.scenario.seed), self.scenario.rejected_share
-        return (lambda _: draw.random() >= share) if share else None
-
-    def _totals(self) -> dict[str, float]:
-        servers = self.servers.values()
-        return {
-            "seconds": self.loop.time(),
-            "calls": float(self.session.num_calls),
-            "deaths": float(self.num_deaths),
-            "servers": float(len(servers)),
-            "tokens": sum(one.num_tokens for one in servers),
-            "busy_s": sum(one.busy_s for one in servers),
-            "slot_s": sum(one.slot_s for one in servers),
-        }
+    def _server_seconds(self) -> Any:
+        """Return of each server the seconds in which it computed, and the sum of those of its sequences."""
+        return np.array([(server.busy_s, server.slot_s) for server in self.servers.values()])
 
     async def _let_servers_die(self) -> None:
         """Let servers die independently of each other, and register anew after a restart."""
@@ -291,7 +270,7 @@ class Simulation:
             server = servers[self.draw.randrange(len(servers))]
             if not server.is_dead:
                 server.die(hangs=self.draw.random() < scenario.hang_share)
-                self.num_deaths += 1
+                self.result.deaths.append((self.loop.time(), servers.index(server)))
                 self.loop.create_task(self._bring_back(server))
 
     async def _bring_back(self, server: SimulatedServer) -> None:

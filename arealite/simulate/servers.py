@@ -22,7 +22,6 @@ import orjson
 from arealite.inference.http import Json
 
 _FULL_SHARE = 0.97  # of the cache, above which no sequence starts
-_MAX_PREFIXES = 512  # prompts in the prefix cache
 _LATE_S = 1e-7  # by which a timer comes later than the end that it is for, as equal floats may differ
 _STEP_SLACK = 1e-3
 _FOREVER_S = 1e6
@@ -54,7 +53,6 @@ class _Sequence:
 
     prompt: int  # tokens that are prefilled: the prompt's, and those sampled before a retraction
     left: float  # tokens to sample from here on
-    is_stopped: bool  # ends by itself, not by its budget
     prefix: tuple[int, ...]
     ended: "asyncio.Future[bool]"  # False if it was aborted
     spans: list[tuple[int, int]]  # versions, and the token from which on each was used
@@ -77,7 +75,6 @@ class SimulatedServer:
     lengths: Lengths
     speed: float = 1.0
     version: int = 0
-    num_tokens: float = 0.0  # sampled so far
     busy_s: float = 0.0
     slot_s: float = 0.0  # seconds times running sequences
     is_dead: bool = False
@@ -128,17 +125,14 @@ class SimulatedServer:
             num_steps = (math.sqrt(linear * linear + 2 * growth * passed_s) - linear) / growth
         else:
             num_steps = passed_s / first
-        if self._ends:
-            num_steps = min(num_steps, self._ends[0][0] - self._step)
+        num_steps = min(num_steps, self._ends[0][0] - self._step)
         self._step += num_steps
         self._context += num_steps * self._num_running
-        self.num_tokens += num_steps * self._num_running
 
     def _schedule(self) -> None:
         """Set the timer to the next end, or to the moment when the cache is full."""
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
         running = self._num_running
         if self._is_paused or self.is_dead or not running:
             return
@@ -152,7 +146,6 @@ class SimulatedServer:
         self._timer = self.loop.call_later(max(0.0, seconds) + _LATE_S, self._tick)
 
     def _tick(self) -> None:
-        self._timer = None
         self._advance()
         while self._ends and self._ends[0][0] <= self._step + _STEP_SLACK:
             sequence = heapq.heappop(self._ends)[2]
@@ -170,16 +163,14 @@ class SimulatedServer:
         """Start waiting sequences while there are slots and cache."""
         profile, free = self.profile, _FULL_SHARE * self.profile.cache_tokens
         while self._waiting and self._num_running < profile.slots:
-            sequence = self._waiting[0]
-            if self._num_running and self._context + sequence.prompt >= free:
-                return
-            self._waiting.popleft()
+            sequence = self._waiting.popleft()
             if sequence.ended.done():
                 continue
+            if self._num_running and self._context + sequence.prompt >= free:
+                self._waiting.appendleft(sequence)
+                return
             cached = self._prefixes.get(sequence.prefix, 0)  # samples of a group share their prompt's cache
             self._prefixes[sequence.prefix] = max(cached, sequence.prompt)
-            if len(self._prefixes) > _MAX_PREFIXES:
-                self._prefixes.pop(next(iter(self._prefixes)))
             fresh = sequence.prompt - min(cached, sequence.prompt)
             self._prefill_left_s += (profile.prefill_s * fresh * profile.grain + profile.request_s) / self.speed
             sequence.begun, sequence.runs = self._step, True
@@ -220,11 +211,11 @@ class SimulatedServer:
 
     async def _generate(self, body: Json) -> Json:
         prompt, sampling = body["input_ids"], body["sampling_params"]
-        most, length = sampling["max_new_tokens"], self.lengths(sampling, len(prompt))
+        most = sampling["max_new_tokens"]
+        length = most if sampling["min_new_tokens"] == most else self.lengths(sampling, len(prompt))
         sequence = _Sequence(
             prompt=len(prompt),
             left=max(1, min(length, most)),
-            is_stopped=length < most or sampling.get("min_new_tokens") == most,
             prefix=tuple(prompt[:4]),
             ended=self.loop.create_future(),
             spans=[(self.version, 0)],
@@ -252,9 +243,8 @@ class SimulatedServer:
             {"version": str(version), "start": min(start, num_tokens), "end": min(end, num_tokens)}
             for (version, start), end in zip(sequence.spans, ends, strict=True)
         ]
-        finish = "abort" if not is_whole else "stop" if sequence.is_stopped else "length"
         meta_info = {
-            "finish_reason": {"type": finish, "matched": None},
+            "finish_reason": {"type": "stop" if is_whole else "abort", "matched": None},
             "output_token_logprobs": [[-0.5, 7, None]] * num_tokens,
             "weight_version": spans[-1]["version"],
             "weight_versions": spans,
@@ -266,9 +256,6 @@ class SimulatedServer:
         self._advance()
         if sequence.runs:
             self._forget(sequence)
-        else:
-            with contextlib.suppress(ValueError):
-                self._waiting.remove(sequence)
         self._admit()
         self._schedule()
 
@@ -296,8 +283,7 @@ class SimulatedServer:
             for sequence in self._in_flight:
                 version, start = sequence.spans[-1]
                 if version != self.version:
-                    num_tokens = max(start, int(sequence.num_sampled(self._step)))
-                    sequence.spans.append((self.version, num_tokens))
+                    sequence.spans.append((self.version, max(start, int(sequence.num_sampled(self._step)))))
         self._is_paused = False
         self._admit()
         self._schedule()

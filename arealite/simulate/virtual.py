@@ -6,9 +6,11 @@ in a future's `result`) turns the loop meanwhile. A runtime that waits for nothi
 
 import asyncio
 import contextlib
+import math
 import selectors
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -97,42 +99,28 @@ class _Driven(Future[T]):
         return super().cancel()
 
     def result(self, timeout: float | None = None) -> T:
-        self._turn(timeout)
-        return super().result(0)
-
-    def _turn(self, timeout: float | None) -> None:
         """Turn the loop until the task is done, or for so many virtual seconds."""
         loop = self._loop
-        if self.done():
-            return
-        if loop.is_running():
+        if loop.is_running() and not self.done():
             raise RuntimeError("a blocking call must come from outside the event loop: got one from a workflow")
-        deadline = None if timeout is None else loop.time() + timeout
-        timer = None if deadline is None else loop.call_at(deadline, loop.stop)
+        deadline = math.inf if timeout is None else loop.time() + timeout
+        timer = None if timeout is None else loop.call_later(timeout, loop.stop)
         self.add_done_callback(lambda _: loop.stop())
-        while not self.done() and (deadline is None or loop.time() < deadline):
+        while not self.done() and loop.time() < deadline:
             loop.run_forever()
             if (error := loop.error) is not None:
                 loop.error = None
                 raise error
         if timer is not None:
             timer.cancel()
-
-
-class _NoWatch:
-    """The watch of a loop that nothing blocks."""
-
-    blocking = None
-
-    def metrics(self) -> dict[str, float]:
-        return {}
+        return super().result(0)
 
 
 class VirtualLoopThread:
     """Has the methods of an `EventLoopThread`, without a thread."""
 
     def __init__(self, loop: VirtualLoop) -> None:
-        self.loop, self.watch = loop, _NoWatch()
+        self.loop, self.watch = loop, SimpleNamespace(blocking=None, metrics=dict)  # nothing blocks it
         self.closers: list[Callable[[], Coroutine[Any, Any, None]]] = []
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
