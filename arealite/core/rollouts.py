@@ -248,7 +248,7 @@ class RolloutWorkers:
     def _spawn(self, name: str) -> Any:
         """Start the actor of a worker on any node."""
         spec, config = self._spec, self._spec.config
-        num_calls = 2 * (config.max_concurrent_rollouts or config.consumer_batch_size) + 8
+        num_calls = 2 * config.concurrency + 8
         options = {"num_cpus": 0, "max_concurrency": num_calls, "scheduling_strategy": "SPREAD"}
         return actor_of(RolloutWorker, spec.env, **options).remote(spec, name, self._secret)
 

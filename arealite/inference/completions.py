@@ -114,6 +114,11 @@ class Completions:
                         f"ids and {ours}. Correct the server's model, or ours."
                     )
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a slot of a server."""
+        return len(self._queue)
+
     def count(self, num_tokens: int, num_stale_kv_tokens: int) -> None:
         """Count tokens that were sampled, here or by another process for this one."""
         self.num_tokens += num_tokens

@@ -151,6 +151,7 @@ class RemoteInferenceEngine(InferenceEngine):
         self._executor = RolloutExecutor(self.config, self, self._clients, self._surroundings.make_loop, list)
         self._rate_from = (self.now(), 0)
         self._executor.catch_up = self._catch_up
+        self._executor.are_servers_full = lambda: bool(self._completions.num_waiting)
         try:
             secret = self._secret_of_run(is_ours=not addresses)
             if self.config.colocated is not None:

@@ -50,6 +50,7 @@ logger = logging.getLogger("arealite.rollout")
 
 _GRACE_S = 30.0  # on top of `episode_timeout`, before a wait without any event raises
 _CLOSE_S = 10.0  # how long cancelled tasks may take to end
+_KEPT_WINDOW = 32  # episodes, at least, by which the share of kept ones is measured
 _STARTS_PER_TURN = 32  # episodes started in one turn of the event loop, so that thousands do not delay other tasks
 _UNNAMED_EPOCH = -1  # epoch of prompts that were submitted without a `prompt_id`
 
@@ -68,8 +69,7 @@ class RolloutExecutor:
         """`attempts` runs training episodes in other processes; None runs them here, where evaluations always run. A
         simulation makes a loop that it turns in virtual time. `assemble` makes training batches of trajectories."""
         self.config, self._engine, self._batch_size = config, engine, config.consumer_batch_size
-        self._assemble = assemble
-        self._max_concurrent = config.max_concurrent_rollouts or self._batch_size
+        self._assemble, self._max_concurrent = assemble, config.concurrency
         self._queue_size = config.queue_size or 16 * self._max_concurrent
         self._account = StalenessAccount(
             batch_size=self._batch_size,
@@ -87,6 +87,7 @@ class RolloutExecutor:
         self._running: dict[Episode, asyncio.Task[None]] = {}
         self._tasks = BackgroundTasks("the accounting of an episode", logger, on_failure=self._wake)
         self._ready: dict[Episode, None] = {}  # accepted, and in no batch yet
+        self._kept_share = 1.0  # of recent episodes
         self._num_unthrottled = 0
         self._unthrottled: set[Episode] = set()  # attempts that run without the staleness bound
         self._changed = asyncio.Event()
@@ -100,6 +101,7 @@ class RolloutExecutor:
         # Open prompts of the checkpoint that the run resumed from, until queued; None before the first episode.
         self._reopened: list[Prompt] | None = None
         self.catch_up: Callable[[], None] = lambda: None  # updates joining servers, in the thread that waits
+        self.are_servers_full: Callable[[], bool] = lambda: False  # then no more than a batch runs by default
         self._asked = asyncio.Event()
         self.loop = make_loop("arealite-rollout", max_blocked_s=config.episode_timeout)
         heartbeat.report("prompts by state", self._ledger.totals)
@@ -118,8 +120,8 @@ class RolloutExecutor:
 
     def _num_wanted(self) -> int | None:
         """Return how many prompts to queue, 0 when a batch can be taken, None when neither is possible yet."""
-        # Asynchronous training queues one extra batch, to replace rejected episodes at once.
-        spare = self._batch_size if self.config.max_head_offpolicyness else 0
+        # Asynchronous training queues what replaces the rejected episodes of a batch at once, also while it trains.
+        spare = math.ceil(self._batch_size / self._kept_share) if self.config.max_head_offpolicyness else 0
         num_prompts = min(self._account.room() + spare, self._queue_size) - len(self._queue)
         if num_prompts > 0 and not self._is_open:
             return num_prompts
@@ -320,16 +322,21 @@ class RolloutExecutor:
 
     def _advance(self) -> None:
         """Start queued episodes up to the capacity, a few per turn of the loop, and wake every wait."""
-        if not (self._is_starting or self._is_paused or self._is_closed):
-            for _ in range(_STARTS_PER_TURN):
-                if not self._queue or self._account.capacity() <= 0:
-                    break
+        if not (self._is_starting or self._is_paused or self._is_closed) and (count := self._num_to_start()) > 0:
+            for _ in range(count):
                 episode = self._runner.start(self._queue.popleft(), self._account.version)
                 self._running[episode] = self._tasks.start(self._run(episode))
-            else:
-                self._is_starting = True
-                asyncio.get_running_loop().call_soon(self._start_more)
+            self._is_starting = True
+            asyncio.get_running_loop().call_soon(self._start_more)
         self._wake()
+
+    def _num_to_start(self) -> int:
+        """Return how many episodes to start in this turn of the loop: above a batch, by default, while servers have
+        room, which is known once the requests of an earlier turn have come to them."""
+        is_above = len(self._running) >= self._batch_size and self.config.max_concurrent_rollouts is None
+        if is_above and self.are_servers_full():
+            return 0
+        return min(len(self._queue), self._account.capacity(), self._batch_size, _STARTS_PER_TURN)
 
     def _wake(self) -> None:
         self._changed.set()  # wakes current waits only
@@ -347,6 +354,9 @@ class RolloutExecutor:
             outcome = OVERDUE
         runs_again = self._runner.end(episode, outcome)
         del self._running[episode]  # after `end`: if that raises, a waiting caller gets its error, not "none running"
+        if not runs_again:
+            is_kept = isinstance(outcome, TensorDict)
+            self._kept_share += (is_kept - self._kept_share) / max(_KEPT_WINDOW, self._batch_size)
         if runs_again:
             self._queue.appendleft(episode.prompt)
         elif isinstance(outcome, TensorDict):

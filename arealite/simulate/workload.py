@@ -211,7 +211,7 @@ def _samples(run: RunFolder, config: GRPOConfig, step_s: Any) -> tuple[Any, Any,
     _, heads, episodes_s, tokens, latencies_s, interrupts = np.array([row[:-1] for row in rows], dtype=float).T
     servers = np.array([row[-1] for row in rows])
     published = np.append(0.0, np.cumsum(step_s))
-    most = config.rollout.max_concurrent_rollouts or config.train_dataset.batch_size
+    most = config.rollout.concurrency
     ends_of_episodes, starts_of_episodes = [0.0] * most, []
     for head, seconds in zip(heads[::size].astype(int).clip(max=len(step_s)), episodes_s[::size], strict=True):
         starts_of_episodes.append(max(published[head], ends_of_episodes[0]))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-from testing_scenarios import h100s
+from dataclasses import replace
 
-from arealite.simulate.run import Simulation, simulate
+import pytest
+from testing_scenarios import H100, h100s
+
+from arealite.simulate.run import LognormalLengths, Simulation, simulate
 
 pytestmark = pytest.mark.slow
 
@@ -36,6 +38,27 @@ def test_slow_servers_hold_up_no_batch() -> None:
     results = [simulate(h100s(48, steps=8, warm_up=2, slow_share=0.1, seed=seed)) for seed in (1, 2, 3)]
     assert [result.failure for result in results] == [None] * 3
     assert sum(result.seconds for result in results) / (3 * 8) <= 200
+
+
+def test_a_filter_that_rejects_most_groups_starves_no_server() -> None:
+    """Of three quarters, by default: steps took 52.7 s, as too few prompts waited while the trainer trained."""
+    scenario = h100s(15, steps=6, warm_up=7, batch_size=16, concurrency=None, max_new_tokens=32, train_token_s=0.0112,
+                     lengths=LognormalLengths(8, 0.6, 32), rejected_share=0.75,
+                     rollout={"max_rejected_in_a_row": 10**6})  # fmt: skip
+    result = simulate(scenario)
+    assert result.failure is None and result.seconds / scenario.steps < 45 and result.busy_share > 0.95
+
+
+@pytest.mark.parametrize(("slots", "least", "most"), [(256, 65, 96), (8, 32, 64)])
+def test_by_default_as_many_episodes_run_as_the_bound_admits_and_servers_have_slots_for(
+    slots: int, least: int, most: int
+) -> None:
+    """Of batches of 32. With 8 slots nothing more starts than what was asked for before the servers were full."""
+    num_running = []
+    scenario = h100s(12, steps=4, warm_up=0, concurrency=None, server=replace(H100, slots=slots))
+    simulation = Simulation(scenario, lambda step: num_running.append(simulation.rollout.stats.running))
+    assert simulation.run().failure is None
+    assert least <= max(num_running) <= most
 
 
 def test_servers_that_vanish_hold_up_no_update() -> None:

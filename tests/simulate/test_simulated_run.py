@@ -18,7 +18,7 @@ CROWDED = ServerProfile(step_s=0.01, sequence_s=2e-4)
 )
 def test_numbers_stay_the_same(bound: int, seconds: float, num_calls: int, staleness: float) -> None:
     """Bit by bit, also of another process with other hash seeds."""
-    result = simulate(Scenario(bound=bound, train_s=1.0, lengths=SPREAD, server=CROWDED))
+    result = simulate(Scenario(bound=bound, concurrency=32, train_s=1.0, lengths=SPREAD, server=CROWDED))
     assert result.failure is None
     assert (result.seconds, result.num_calls, result.mean_staleness) == (seconds, num_calls, staleness)
     assert max(result.staleness) == bound
@@ -72,8 +72,8 @@ def test_a_server_that_vanishes_holds_up_one_update_until_it_is_known_to_be_dead
 def test_the_clock_of_an_episode_stops_while_no_server_is_there_also_if_it_waited_for_a_slot() -> None:
     """An episode takes at most 32 s, of which it waits 24 s for a slot, and is lost if it takes 60 s."""
     server = ServerProfile(step_s=0.1, slots=2)
-    scenario = Scenario(num_servers=1, server=server, batch_size=4, group=2, lengths=LognormalLengths(80, 0.0, 80),
-                        max_new_tokens=80, steps=3, warm_up=0, train_s=0.0,
+    scenario = Scenario(num_servers=1, server=server, batch_size=4, group=2, concurrency=4,
+                        lengths=LognormalLengths(80, 0.0, 80), max_new_tokens=80, steps=3, warm_up=0, train_s=0.0,
                         rollout={"episode_timeout": 60.0, "episode_retries": 0})  # fmt: skip
 
     failed = []

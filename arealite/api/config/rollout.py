@@ -26,6 +26,9 @@ DEFAULT_KEPT_IDS = 512
 """The `top_k` of training with `top_p` or `min_p` alone: servers return no unbounded sets of kept ids."""
 
 
+_MAX_BATCHES = 8  # in flight by default, however stale they may be
+
+
 def _split_addresses(value: object) -> object:
     return [address for address in value.split(",") if address] if isinstance(value, str) else value
 
@@ -128,8 +131,8 @@ class InferenceEngineConfig(FolderBlock):
     num_minibatches: PositiveInt = 1
     """Minibatches in each of which every rank gets about equal tokens; filled in from `actor.ppo_n_minibatches`."""
     max_concurrent_rollouts: PositiveInt | None = None
-    """Maximum number of episodes running at once over all ranks; lower while servers are missing. None is
-    `consumer_batch_size`, scaled up when more than `num_servers` servers have joined."""
+    """Maximum number of episodes running at once over all ranks; lower while servers are missing. None is as many
+    as the staleness bound admits, up to 8 batches, while servers have free slots, and scaled up with more servers."""
     max_head_offpolicyness: NonNegativeInt = 0
     """Largest staleness, in weight versions, of a trajectory we train on. 0 is synchronous training."""
     queue_size: PositiveInt | None = None
@@ -183,6 +186,12 @@ class InferenceEngineConfig(FolderBlock):
     """Run folder whose stored batches replace sampling; set by `arealite replay`."""
     replay_step: NonNegativeInt = 0
     """Last step of a replay."""
+
+    @property
+    def concurrency(self) -> int:
+        """Episodes that run at once while no server is missing."""
+        num_batches = min(self.max_head_offpolicyness + 1, _MAX_BATCHES)
+        return self.max_concurrent_rollouts or num_batches * self.consumer_batch_size
 
 
 class OnlineConfig(ConfigBase):

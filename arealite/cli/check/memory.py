@@ -215,8 +215,7 @@ def _server_parts(config: Config, shape: ModelShape, longest: int, mode: Allocat
     dtype = getattr(torch, str(ServerProgram(config).flags.get("dtype", config.trained[1].dtype)), torch.bfloat16)
     weights = shape.num_parameters * dtype.itemsize // mode.gen_tp_size
     kv_token = kv_bytes_per_token(shape, value_bytes=dtype.itemsize, gpus=mode.gen_tp_size)
-    episodes = rollout.max_concurrent_rollouts or rollout.consumer_batch_size
-    sequences = -(-episodes * sampling.n_samples // mode.gen_dp_size)
+    sequences = -(-rollout.concurrency * sampling.n_samples // mode.gen_dp_size)
     if not kind.is_embedded:
         return {"weights": weights, "cache": sequences * longest * kv_token}, kv_token
     slots = min(sequences, config.lite.slots) + 1  # the spare one
