@@ -46,7 +46,7 @@ def test_a_filter_that_rejects_most_groups_starves_no_server() -> None:
                      lengths=LognormalLengths(8, 0.6, 32), rejected_share=0.75,
                      rollout={"max_rejected_in_a_row": 10**6})  # fmt: skip
     result = simulate(scenario)
-    assert result.failure is None and result.seconds / scenario.steps < 45 and result.busy_share > 0.95
+    assert result.failure is None and result.seconds / scenario.steps < 45
 
 
 @pytest.mark.parametrize(("slots", "least", "most"), [(256, 65, 96), (8, 32, 64)])
