@@ -14,7 +14,7 @@ PIP          = $(VENV)/bin/python -m pip install --no-compile --disable-pip-vers
 # Bytecode is kept, also where the environment forbids it: a run of the tests imports the package a hundred times.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-examples test-install test-benchmarks test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-simulate test-hostile test-agents test-options test-sandbox test-view pictures test-mistakes test-core test-core-faults test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime benchmark-burst benchmark-core benchmark-agents benchmark-algorithms benchmark-data benchmark-logprobs benchmark-async benchmark-step benchmark-original benchmark-packing benchmark-weights benchmark-memory benchmark-gpu simulate-validate lint format docs clean
+.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-examples test-install test-benchmarks test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-simulate test-hostile test-agents test-options test-sandbox test-view pictures test-mistakes test-core test-core-faults test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime benchmark-burst benchmark-scale benchmark-core benchmark-agents benchmark-algorithms benchmark-data benchmark-logprobs benchmark-async benchmark-step benchmark-original benchmark-packing benchmark-weights benchmark-memory benchmark-gpu simulate-validate lint format docs clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -171,6 +171,9 @@ benchmark-runtime: $(VENV)/.installed            ## measure the overhead of the 
 
 benchmark-burst: $(VENV)/.installed            ## measure the client when long replies come all at once, and when servers return one by one (a minute)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/reply_burst.py $(ARGS)
+
+benchmark-scale: $(VENV)/.installed            ## simulate 128 and 512 GPUs, and what the client's CPU time costs there (10 minutes)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/scale.py $(ARGS)
 
 benchmark-core: $(VENV)/.installed-dev            ## measure the overhead of a master and its workers, with 64 idle processes (10 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/core.py $(ARGS)

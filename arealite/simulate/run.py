@@ -59,7 +59,7 @@ class Scenario:
     batch_size: int = 32  # prompts
     group: int = 8
     bound: int = 2
-    concurrency: int | None = None  # prompts; None is a batch
+    concurrency: int | None = None  # prompts; None is as many as the bound admits
     lengths: Lengths = LognormalLengths(64, 0.0, 512)
     given_lengths: Callable[[int, int], int] | None = None  # in place of them, by number of the prompt and sample
     max_new_tokens: int = 512
