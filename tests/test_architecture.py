@@ -81,7 +81,7 @@ CEILINGS = {
     "code of a GRPO run": 17357,
     "import depth": 18,
     "keys of a GRPO config": 354,
-    "lines of pages": 5729,
+    "lines of pages": 5752,
     "lines of README.md": 129,
 }
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 600
