@@ -12,8 +12,9 @@ which other work on the cores disturbs less than seconds, is of this process and
 with a copy, of one numpy array of as many bytes.
 `account`: CPU time of the master per sampled token, of episodes of 512 canned tokens from a real HTTP server, with
 ledger and rollout files, scattered to a worker that infers and trains nothing.
-`episodes`: the same episodes, of 8 samples, in the master and on a rollout worker. On two cores, which a server shares,
-workers are no quicker; what the master computes for an episode says how many it could take if they had their own.
+`episodes`: the same episodes, of 8 samples, scattered, in the master and on a rollout worker. On two cores, which a
+server shares, workers are no quicker; what the master computes for an episode says how many it could take if they had
+their own.
 `scale`: groups of workers that do no arithmetic, only wait for given times: the share of a step for which the master
 computes. On two cores its workers need longer than they were told, so the share is of the time that they were told.
 For 1,000 ranks, the CPU time of the master is taken to grow with their number, at the same calls of a step and samples
@@ -77,6 +78,7 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--case", choices=CASES, help="only this one")
     parser.add_argument("--rounds", type=int, default=7, help="of every case, after a first one that warms up")
+    parser.add_argument("--tokens", type=int, default=512, help="of a sample of `episodes`")
     parser.add_argument("--roles", type=int, default=8, help="groups of `scale`")
     parser.add_argument("--ranks", type=int, default=8, help="of each group of `scale`")
     args = parser.parse_args()
@@ -375,10 +377,9 @@ class LongGroup(LongRequest):
         )
 
 
-def measure_episodes(
-    args: argparse.Namespace, folder: str, *, nums: Sequence[int] = (0, 1), num_tokens: int = 512
-) -> dict[str, Any]:
+def measure_episodes(args: argparse.Namespace, folder: str, *, nums: Sequence[int] = (0, 1)) -> dict[str, Any]:
     """Return episodes per second, and CPU per episode of the master and of all rollout workers, by their number."""
+    num_tokens = args.tokens
     found: dict[str, Any] = {"samples": GROUP, "tokens_per_sample": num_tokens, "nums": list(nums)}
     for num in nums:
         given = [f"cluster.fileroot={folder}", "actor.path=none", f"workers.rollout.num={num}"]
@@ -395,7 +396,7 @@ def measure_episodes(
                 max_head_offpolicyness=4,
             )
             clients = workers.rollouts(functools.partial(LongGroup, num_tokens), None)
-            rollout = RemoteSGLangEngine(config.rollout, clients=clients)
+            rollout = RemoteSGLangEngine(config.rollout, hand_out=workers.scatter, clients=clients)
             rollout.initialize(None, None)
             try:
                 measured = _take_batches(rollout, workflow, args.rounds)

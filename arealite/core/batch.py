@@ -19,8 +19,9 @@ import torch
 from ray.exceptions import ObjectLostError
 from tensordict import TensorDict
 
-from arealite.utils.packed import Piece, unpack
-from arealite.utils.tensors import RAGGED, concat_padded_tensors
+from arealite.api.errors import GroupLostError
+from arealite.utils.packed import Piece, join, unpack
+from arealite.utils.tensors import RAGGED, TOKENS, concat_padded_tensors
 
 _MASK = "attention_mask"
 
@@ -28,12 +29,36 @@ _MASK = "attention_mask"
 def restored(layout: Collection[Mapping[str, str]], parts: Iterable[Sequence[Piece]]) -> list[TensorDict]:
     """Return parts of a batch, each from its pieces; `layout` maps names in the batch to keys of each piece."""
     return [
-        unpack([{name: piece[key] for names, piece in zip(layout, part) for name, key in names.items()}])
+        unpack({name: piece[key] for names, piece in zip(layout, part) for name, key in names.items()})
         for part in parts
     ]
 
 
-def join(parts: Sequence[TensorDict]) -> TensorDict:
+@dataclass(frozen=True)
+class Share:
+    """A piece of a part whose rows are where rollout workers put them, one piece per group."""
+
+    head: Piece
+    groups: Sequence[Any]  # references
+
+
+def whole(piece: Piece | Share) -> Piece:
+    """Return the piece, after fetching the rows of a share."""
+    return join([piece.head, *rows_at(piece.groups)]) if isinstance(piece, Share) else piece
+
+
+def rows_at(references: Sequence[Any]) -> list[Any]:
+    """Return what rollout workers put into the store. Raises GroupLostError if a node died with it."""
+    try:
+        return list(ray.get(list(references)))
+    except ObjectLostError as error:
+        raise GroupLostError(
+            "rows of episodes must stay in Ray's store until they are trained and written: got a loss of a node. "
+            "Resume the run from its checkpoint, which issues their prompts again."
+        ) from error
+
+
+def joined(parts: Sequence[TensorDict]) -> TensorDict:
     """Return the rows of several parts as one batch."""
     return parts[0] if len(parts) == 1 else concat_padded_tensors(parts)
 
@@ -55,6 +80,12 @@ def cut(batch: TensorDict, parts: Sequence[TensorDict], keys: Iterable[str]) -> 
         }
         cuts.append(TensorDict(of_part | {_MASK: part[_MASK]}, batch_size=[num_rows]))
     return cuts
+
+
+def by_need(keys: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return the keys of tokens that models read, and the others, which few calls need."""
+    tokens = [key for key in TOKENS if key in {*keys}]
+    return tokens, sorted({*keys} - {*tokens})
 
 
 def with_counts(keys: Iterable[str]) -> list[str]:
@@ -162,7 +193,7 @@ def fetch(column: Column, batch: RemoteBatch) -> torch.Tensor:
     layout = columns.layout()
     parts = restored(layout.values(), zip(*map(_fetched, layout)))
     rows = torch.tensor([row for part in batch.order for row in part], dtype=torch.long)
-    return join(parts)[column.key][rows.argsort()]
+    return joined(parts)[column.key][rows.argsort()]
 
 
 def _fetched(pieces: Pieces) -> list[Any]:
@@ -170,6 +201,6 @@ def _fetched(pieces: Pieces) -> list[Any]:
     while True:
         references = pieces.result()
         try:
-            return list(ray.get(references))
+            return [whole(piece) for piece in ray.get(references)]
         except ObjectLostError as error:
             pieces.report_lost(error.object_ref_hex)

@@ -24,13 +24,13 @@ from arealite.core.batch import Column, RemoteBatch, fetch
 from arealite.core.group import Task, WorkerGroup
 from arealite.core.worker import Call, Outcome, Redo, RoleName, Run
 from arealite.engine.checkpointing import WRITE_TIMEOUT_S
-from arealite.engine.ppo.actor import TOKENS
 from arealite.rollout.account.store import KEYS, Update, update_of
 from arealite.utils import heartbeat
 from arealite.utils.background import start_thread
 from arealite.utils.distributed import meeting_address
 from arealite.utils.files import FileEntry
 from arealite.utils.network import hold_port, port_of
+from arealite.utils.tensors import TOKENS
 
 _POLL_S = 0.5
 _UPLOAD_TIMEOUTS = 2  # timeouts of an update within which workers must send: one to meet the servers, one to send

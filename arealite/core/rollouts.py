@@ -1,8 +1,9 @@
 """Episodes on separate workers, for runs whose episodes exceed the capacity of one process.
 
 A rollout worker is a Ray actor with an event loop, a client and a workflow with its reward processes. The account stays
-in the master: it starts prompts, and receives trajectories as arrays and their rows of the rollout file. Invariants:
-workers follow the master's view of the servers, and send no request between a hold and its release, so versions mean
+in the master: it starts prompts, and receives records. Trajectories stay in Ray's store, where ranks fetch them, and so
+do their rows of the rollout files, which workers write. Invariants: the master gets no tokens of an episode; workers
+follow the master's view of the servers, and send no request between a hold and its release, so versions mean
 the same as in one process; an episode whose worker died is issued again.
 """
 
@@ -21,23 +22,27 @@ from typing import Any
 import pyarrow as pa
 import ray
 from ray.exceptions import RayError, RayTaskError
+from tensordict import TensorDict
 
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import GroupLostError, WorkerLostError
 from arealite.api.io_struct import PromptId
 from arealite.api.script import users_code
 from arealite.api.workflow_api import RolloutWorkflow
+from arealite.core.batch import by_need, rows_at
 from arealite.core.worker import portable, write_output_to
 from arealite.core.world import PLACE_S, actor_of, cause_of_death
 from arealite.inference.completions import Completions
 from arealite.inference.remote_engine import ClientView, RemoteInferenceEngine
+from arealite.rollout.account.rollout_file import write_batch
 from arealite.rollout.account.store import table_of
 from arealite.rollout.episode import LocalAttempts, Outcome
 from arealite.rollout.executor import RolloutExecutor
 from arealite.rollout.prompts import Episode, Prompt, Row, SampleRecord, ShouldAccept
+from arealite.rollout.trajectory import Record, packed_alone
 from arealite.utils import heartbeat
 from arealite.utils.background import BackgroundTasks
-from arealite.utils.packed import Piece, pack, unpack
+from arealite.utils.packed import Piece, longest_row, pack, unpack
 from arealite.utils.processes import raise_file_limit
 
 logger = logging.getLogger("arealite.core")
@@ -62,14 +67,16 @@ class RolloutSpec:
 
 @dataclass(frozen=True)
 class Report:
-    """Result of an attempt; a trajectory is sent as a piece."""
+    """Result of an attempt; of a trajectory, what makes a `Record`."""
 
     outcome: Piece | str | BaseException
     samples: list[SampleRecord]
     rewards: list[float]
     servers: set[str]
-    table: pa.Table | None  # rows of the rollout file
     counts: tuple[int, int]  # tokens sampled since the last report, and those with a stale KV cache
+    widths: Mapping[str, int] = field(default_factory=dict)
+    num_tokens: int = 0
+    longest: int = 0
 
 
 @dataclass(frozen=True)
@@ -159,8 +166,9 @@ class RolloutWorker:
         self._client.destroy()
         getattr(self._workflow, "close", lambda: None)()
 
-    async def run(self, prompt_id: PromptId, row: Row, attempt: int, head_version: int) -> Report:
-        """Run one attempt at a prompt."""
+    async def run(self, prompt_id: PromptId, row: Row, attempt: int, head_version: int) -> tuple[Any, ...]:
+        """Run one attempt at a prompt; return a report and, of a trajectory, two pieces and its rows of the rollout
+        file, which Ray keeps on this node."""
         return await self._in_loop(
             self._run(Prompt(prompt_id, row, self._workflow, self._should_accept), attempt, head_version)
         )
@@ -168,8 +176,12 @@ class RolloutWorker:
     async def _in_loop(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return await asyncio.wrap_future(self._client.loop.submit(coroutine))
 
-    async def _run(self, prompt: Prompt, attempt: int, head_version: int) -> Report:
-        config, table = self._attempts.config, None
+    async def write(self, path: Path, trained_step: int | None, *tables: pa.Table) -> None:
+        """Write the rollout file of a batch."""
+        await asyncio.to_thread(write_batch, path, tables, trained_step)
+
+    async def _run(self, prompt: Prompt, attempt: int, head_version: int) -> tuple[Any, ...]:
+        config = self._attempts.config
         episode = Episode(prompt, attempt, head_version, config.seed)
         try:
             outcome = await self._attempts.run(episode)
@@ -179,10 +191,15 @@ class RolloutWorker:
             if lines_of_user := users_code(outcome):
                 outcome.add_note("\n".join(["on a rollout worker:", *lines_of_user]))
             outcome = portable(outcome)
-        elif not isinstance(outcome, str):
-            table = table_of([episode], [outcome], [self._tokenizer], config.stored_share)
-            outcome = pack(outcome, outcome.keys())
-        return Report(outcome, episode.samples, episode.rewards, episode.servers, table, self._client.take_counts())
+        told = episode.samples, episode.rewards, episode.servers, self._client.take_counts()
+        if not isinstance(outcome, TensorDict):
+            return Report(outcome, *told), None, None, None
+        table = table_of([episode], [outcome], [self._tokenizer], config.stored_share)
+        pieces = [packed_alone(outcome, keys) for keys in by_need(outcome.keys())]
+        widths = {key: value.shape[1] for key, value in outcome.items() if value.ndim > 1}
+        record = TensorDict({key: value[:, :0] if key in widths else value for key, value in outcome.items()}, [])
+        num_tokens = int(outcome["attention_mask"].sum())
+        return Report(pack(record, record.keys()), *told, widths, num_tokens, longest_row(outcome)), *pieces, table
 
 
 @dataclass(eq=False)
@@ -280,7 +297,9 @@ class RolloutWorkers:
             await self._changed.wait()
             self._check()
         worker = min(ready, key=lambda worker: len(worker.episodes))
-        reply = worker.actor.run.remote(episode.prompt_id, episode.prompt.row, episode.attempt, episode.head_version)
+        prompt_id, row = episode.prompt_id, episode.prompt.row
+        run = worker.actor.run.options(num_returns=4)
+        reply, *places, table = run.remote(prompt_id, row, episode.attempt, episode.head_version)
         worker.episodes.add(episode)
         self._stop_clocks(worker)
         try:
@@ -298,8 +317,26 @@ class RolloutWorkers:
             worker.episodes.discard(episode)
         self._completions.count(*report.counts)
         episode.samples, episode.rewards = report.samples, report.rewards
-        episode.servers, episode.table = report.servers, report.table
-        return unpack([report.outcome]) if isinstance(report.outcome, dict) else report.outcome
+        episode.servers = report.servers
+        if not isinstance(report.outcome, dict):
+            return report.outcome
+        episode.table, outcome = table, unpack(report.outcome)
+        record = Record(dict(outcome.items()), outcome.batch_size)
+        record.widths, record.num_tokens, record.longest = dict(report.widths), report.num_tokens, report.longest
+        record.places = places
+        return record
+
+    def write(self, path: Path, tables: list[Any], trained_step: int | None) -> None:
+        """Have a worker write the file of a batch; without workers, write it here (in the store's thread)."""
+        for worker in sorted(self._ready(), key=lambda worker: len(worker.episodes)):
+            try:
+                ray.get(worker.actor.write.remote(path, trained_step, *tables))
+            except RayTaskError as error:
+                raise error.cause from error
+            except RayError:  # another one, or a lost table, which `rows_at` names
+                continue
+            return
+        write_batch(path, rows_at(tables), trained_step)
 
     def _replace(self, worker: _Worker, error: BaseException) -> None:
         """Replace a lost worker, unless it was replaced already."""

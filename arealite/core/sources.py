@@ -20,7 +20,7 @@ from arealite.dataset import load_datasets
 from arealite.dataset.loader import PromptLoader, sft_batches
 from arealite.engine.metrics import MaskedMetrics, of_workflow
 from arealite.inference.remote_engine import RemoteInferenceEngine
-from arealite.rollout.trajectory import has_spread
+from arealite.rollout.trajectory import assemble_batch, has_spread
 from arealite.trainer.evaluator import Evaluator
 from arealite.utils.frequency import Frequency
 from arealite.weights.publish import publish_weights
@@ -58,8 +58,10 @@ class Episodes:
         cleanup.callback(self.rollout.destroy)
         self.evaluator = Evaluator(self._config.evaluator, self.ft_spec, self._valid_dataset, self._eval_workflow)
 
-    def _hand_out(self, batch: TensorDict) -> RemoteBatch:
-        remote, runs, metrics = self._scatter(batch), runs_of(batch, batch["group_index"]), MaskedMetrics()
+    def _hand_out(self, trajectories: list[TensorDict]) -> RemoteBatch:
+        per_row = [key for key, value in trajectories[0].items() if value.dim() == 1]
+        batch = assemble_batch([one.select(*per_row) for one in trajectories])
+        remote, runs, metrics = self._scatter(trajectories), runs_of(batch, batch["group_index"]), MaskedMetrics()
         metrics.add(torch.ones_like(runs.first_rows), of_workflow(batch, runs))
         remote.metrics = metrics.reduce(None)
         return remote

@@ -18,7 +18,7 @@ import torch
 from ray import cloudpickle
 
 from arealite.api.script import users_code
-from arealite.core.batch import Pieces, RemoteBatch, cut, join, restored
+from arealite.core.batch import Pieces, RemoteBatch, Share, cut, joined, restored, whole
 from arealite.launcher.plan.layout import Group
 from arealite.utils import heartbeat, trace
 from arealite.utils.network import hold_port, host_ip, port_of
@@ -109,11 +109,11 @@ class Worker:
         os.environ.update(environment)
         self._holder.close()
 
-    def call(self, pickled: bytes, num_parts: int, *pieces: Piece) -> Any:
+    def call(self, pickled: bytes, num_parts: int, *pieces: Piece | Share) -> Any:
         """Run a pickled Call; return its pickled Outcome, and a piece of its outputs for each part of the batch."""
         results: list[Piece] = [{}] * num_parts
         try:
-            outcome = self._do(pickle.loads(pickled), pieces, results)
+            outcome = self._do(pickle.loads(pickled), [*map(whole, pieces)], results)
         except Exception as error:  # other ranks must not wait for this rank
             traceback.print_exc()
             where = [*users_code(error), f"  the whole traceback: {self._log}"]
@@ -139,7 +139,7 @@ class Worker:
                 return Outcome(run(*call.args, **kwargs) if callable(run) else run)
             size = len(call.layout)
             parts = restored(call.layout, [pieces[i : i + size] for i in range(0, len(pieces), size)])
-            batch = join(parts)
+            batch = joined(parts)
             before = {key: (tensor, tensor._version) for key, tensor in batch.items()}
             value = run(batch, *call.args, **kwargs)
             if isinstance(value, torch.Tensor):

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Self, TypeVar, cast
 
@@ -21,7 +21,7 @@ from arealite.api.config.checks import check_workers
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.core.batch import Column, Pieces, RemoteBatch, fetch
+from arealite.core.batch import Column, Pieces, RemoteBatch, Share, by_need, fetch
 from arealite.core.group import WorkerGroup
 from arealite.core.page import Incident
 from arealite.core.records import CallRecord
@@ -29,13 +29,12 @@ from arealite.core.remote_engine import RemoteEngine
 from arealite.core.rollouts import RolloutSpec, RolloutWorkers
 from arealite.core.worker import GroupSpec
 from arealite.engine.fsdp_engine import COLLECTIVE_TIMEOUT_S
-from arealite.engine.ppo.actor import TOKENS
 from arealite.launcher.place.ray import connect, forwarded_environment, own_ray
 from arealite.launcher.plan.layout import Group, make_layout
 from arealite.rollout.prompts import ShouldAccept
-from arealite.rollout.trajectory import deal_groups
+from arealite.rollout.trajectory import Record, assemble_batch, deal_groups, has_spread
 from arealite.utils.distributed import join_default_group, leave_default_group
-from arealite.utils.packed import pack
+from arealite.utils.packed import head_of, layout_of, pack
 from arealite.utils.tensors import split_rows, trimmed_rows, unit_lengths
 from arealite.utils.terminal import listed
 
@@ -166,8 +165,9 @@ class Workers:
         """Parts of a batch: the ranks of the largest group, started or not."""
         return max(group.num_ranks for group in self._layout)
 
-    def scatter(self, batch: TensorDict) -> RemoteBatch:
-        """Put a batch into the object store, split into a part for each rank of the largest group.
+    def scatter(self, batch: TensorDict | Sequence[TensorDict]) -> RemoteBatch:
+        """Put a batch, or that of some trajectories, into the object store, split into a part for each rank of the
+        largest group. Rows of records, which are there already, stay where they are.
 
         Every part has two pieces: token inputs, and the rest, which few calls need. After many batches in a step the
         groups take another snapshot, because the pieces of replayable calls would fill the store.
@@ -175,14 +175,17 @@ class Workers:
         if self._num_batches == _MAX_BATCHES:
             self.note_step(self._step)
         self._num_batches += 1
+        if not isinstance(batch, TensorDict):
+            if records := [one for one in batch if isinstance(one, Record)]:
+                return self._deal(records)
+            batch = assemble_batch(batch)
         if "group_index" in batch:
-            rollout, groups_B = self._config.rollout, batch["group_index"]
-            num_minibatches = 1 if rollout is None else rollout.num_minibatches
+            groups_B = batch["group_index"]
             rewards_B = batch.get("rewards", torch.zeros(len(batch)))
             lengths = groups_B.bincount(batch["attention_mask"].sum(1)).tolist()
             one_G = rewards_B.new_zeros(len(lengths)).index_put_((groups_B,), rewards_B)  # reward of one row per group
             have_spread = groups_B.bincount(rewards_B != one_G[groups_B]).tolist()
-            shares = deal_groups(lengths, [num > 0 for num in have_spread], self.num_parts, num_minibatches)
+            shares = self._shares(lengths, [num > 0 for num in have_spread])
             order = [torch.isin(groups_B, torch.tensor(share)).nonzero()[:, 0].tolist() for share in shares]
         else:
             order = split_rows(unit_lengths(batch["attention_mask"]), self.num_parts)
@@ -190,9 +193,32 @@ class Workers:
         widest = max(range(len(parts)), key=lambda part: parts[part]["attention_mask"].shape[1])
         parts[widest] = batch[order[widest]] if len(order) > 1 else batch  # fetched tensors are as wide as the batch
         remote = RemoteBatch(order)
-        tokens = [key for key in TOKENS if key in batch]
-        for keys in (tokens, [key for key in sorted(batch.keys()) if key not in tokens]):
+        for keys in by_need(batch.keys()):
             pieces = Pieces([ray.put(pack(part, keys)) for part in parts])
             for key in keys:
                 remote[key] = Column(pieces, key)
+        return remote
+
+    def _shares(self, lengths: Sequence[int], have_spread: Sequence[bool]) -> list[list[int]]:
+        """Assign groups of these numbers of tokens to parts."""
+        rollout = self._config.rollout
+        return deal_groups(lengths, have_spread, self.num_parts, 1 if rollout is None else rollout.num_minibatches)
+
+    def _deal(self, records: Sequence[Record]) -> RemoteBatch:
+        """Return the batch of records, whose parts name the places of their rows."""
+        shares = self._shares([one.num_tokens for one in records], list(map(has_spread, records)))
+        batch, layout = assemble_batch(records), layout_of([one.without_rows() for one in records])
+        heads = [head_of(layout, [records[group].longest for group in share]) for share in shares]
+        rows = [torch.isin(batch["group_index"], torch.tensor(share)).nonzero()[:, 0] for share in shares]
+        remote = RemoteBatch([one.tolist() for one in rows])
+        for place, keys in enumerate(by_need(layout.keys())):
+            mine = {*keys, "attention_mask"}
+            parts = [
+                Share({key: head[key] for key in mine}, [records[group].places[place] for group in share])
+                for head, share in zip(heads, shares)
+            ]
+            pieces = Pieces([ray.put(part) for part in parts])
+            remote.update({key: Column(pieces, key) for key in keys})
+        numbers = Pieces([ray.put(pack(batch[one], ["group_index"])) for one in rows])
+        remote["group_index"] = Column(numbers, "group_index")
         return remote

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import aiohttp
@@ -45,7 +46,7 @@ from arealite.rollout.trajectory import assemble_batch, split_batch
 from arealite.utils import heartbeat, trace
 from arealite.utils.background import BackgroundTasks
 from arealite.utils.distributed import global_rank
-from arealite.utils.packed import unpack
+from arealite.utils.packed import join, unpack
 from arealite.utils.processes import QuietCollector, raise_file_limit
 from arealite.utils.secret import ensure_secret, secret_of_environment
 
@@ -76,6 +77,9 @@ class OtherClients(Attempts, Protocol):
     def note_checkpoint(self) -> None:
         """Forget how often clients were lost: the run would resume from here."""
 
+    def write(self, path: Path, tables: list[Any], trained_step: int | None) -> None:
+        """Write the file of a batch, whose tables the clients have."""
+
 
 @dataclass(frozen=True)
 class Surroundings:
@@ -103,12 +107,13 @@ class RemoteInferenceEngine(InferenceEngine):
         self,
         config: InferenceEngineConfig,
         *,
-        hand_out: Callable[[TensorDict], Any] = lambda batch: batch,
+        hand_out: Callable[[list[TensorDict]], Any] = assemble_batch,
         clients: OtherClients | None = None,
         surroundings: Surroundings = Surroundings(),
     ) -> None:
-        """`hand_out` makes of a training batch what the loop gets: a master of Core puts it into Ray's store. `clients`
-        run training episodes in other processes; evaluations run here."""
+        """`hand_out` makes of trajectories the batch of a loop with one rank: a master of Core puts them into Ray's
+        store. `clients` run training episodes in other processes, and need one that takes `Record`s; evaluations run
+        here."""
         refuse_import()
         backend = BACKENDS[config.backend]
         if not issubclass(backend, self.protocol):
@@ -152,6 +157,8 @@ class RemoteInferenceEngine(InferenceEngine):
         self._rate_from = (self.now(), 0)
         self._executor.catch_up = self._catch_up
         self._executor.are_servers_full = lambda: bool(self._completions.num_waiting)
+        if self._clients is not None:
+            self._executor.store.write_there = self._clients.write
         try:
             secret = self._secret_of_run(is_ours=not addresses)
             if self.config.colocated is not None:
@@ -327,11 +334,11 @@ class RemoteInferenceEngine(InferenceEngine):
         def split(trajectories: list[TensorDict], num_ranks: int) -> Iterable[Any]:
             self.sleep()  # before any rank computes
             if num_ranks == 1:
-                return [self._hand_out(assemble_batch(trajectories))]
+                return [self._hand_out(trajectories)]
             return split_batch(trajectories, num_ranks, self.config.num_minibatches)
 
         share = self._exchange.share(collect, split, self._update_joining)
-        self._training = share if self._exchange.num_ranks == 1 else unpack(*share)
+        self._training = share if self._exchange.num_ranks == 1 else unpack(join(share))
         return self._training
 
     def record_update(self, actor: Any) -> None:

@@ -19,7 +19,6 @@ from arealite.api.io_struct import ModelRequest, PromptId
 from arealite.api.workflow_api import OutsideRows, RolloutWorkflow
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from tensordict import TensorDict
 
 Row = dict[str, Any]
@@ -77,7 +76,7 @@ class Episode:
     is_narrowed: bool = False  # whether top_p, top_k or min_p restricted a completion
     samples: list[SampleRecord] = field(default_factory=list)  # completions, in the order of their ends
     rewards: list[float] = field(default_factory=list)  # of the returned trajectory, also of a rejected one
-    table: "pa.Table | None" = None  # its rows of the rollout file, if another process built them
+    table: Any = None  # where its rows of the rollout file are, if another process has built them
     trajectory: "TensorDict" = field(init=False, repr=False)  # set once the attempt is accepted
     deadline: asyncio.Timeout | None = None  # of the running attempt
     num_waiting_for_servers: int = 0  # requests that no server can take now

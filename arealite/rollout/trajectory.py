@@ -10,7 +10,7 @@ A batch and its split depend on the trajectories, not on timing.
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,10 +21,11 @@ from arealite.api.errors import TrajectoryError
 from arealite.api.io_struct import MAX_LOGPROB
 from arealite.api.workflow_api import own_metrics, runs_of
 from arealite.utils.images import KEYS
-from arealite.utils.packed import Piece, common_width, layout_of, pack
-from arealite.utils.tensors import concat_padded_tensors, split_balanced
+from arealite.utils.packed import Piece, head_of, layout_of, longest_row, pack
+from arealite.utils.tensors import RAGGED, concat_padded_tensors, split_balanced
 
 _PER_TOKEN = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
+_ALWAYS_PER_TOKEN = (*_PER_TOKEN, "kept_counts", "turn_rewards")
 _KEPT = {"kept_ids", "kept_counts"}
 _NUM_IDS = 2**31  # larger ids overflow tokenizers
 _RULES: tuple[tuple[str, str, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]], ...] = (
@@ -38,6 +39,24 @@ _RULES: tuple[tuple[str, str, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, A
 _CONVERT = "Convert it in arun_episode."
 _COPY_KEPT = "Copy ModelResponse.output_kept, as trajectory_from_response does."
 _COPY_VERSIONS = "Copy ModelResponse.output_versions."
+
+
+class Record(TensorDict):
+    """What the account knows of a trajectory whose rows are elsewhere: the values of keys of `[b]`, others empty."""
+
+    widths: dict[str, int]
+    """Of the keys that have one."""
+    num_tokens: int
+    longest: int
+    """Tokens of the longest row."""
+    places: Sequence[Any]
+    """Where the pieces of the rows are."""
+
+    def without_rows(self) -> TensorDict:
+        """Return what the trajectory is without its rows, with the widths of its keys."""
+        of_key = {key: value[:0] for key, value in self.items()}
+        wide = {key: of_key[key].new_zeros(0, width, *of_key[key].shape[2:]) for key, width in self.widths.items()}
+        return TensorDict(of_key | wide, batch_size=[0])
 
 
 class Columns:
@@ -110,7 +129,7 @@ def _check_shapes(trajectory: TensorDict) -> None:
     if len(shape) != 2 or 0 in shape:
         rule = "be [B, S] with at least one row and token"
         raise _broken("input_ids", rule, list(shape), "Return None to reject an episode.")
-    expected: dict[str, tuple[int, ...]] = dict.fromkeys((*_PER_TOKEN, "kept_counts", "turn_rewards"), shape)
+    expected: dict[str, tuple[int, ...]] = dict.fromkeys(_ALWAYS_PER_TOKEN, shape)
     expected |= dict.fromkeys(("rewards", "no_eos", "sample_index"), shape[:1])
     for key, wanted in expected.items():
         if key in trajectory and (got := tuple(trajectory[key].shape)) != wanted:
@@ -216,18 +235,25 @@ def assemble_batch(trajectories: Sequence[TensorDict]) -> TensorDict:
     return batch
 
 
-def split_batch(
-    trajectories: Sequence[TensorDict], num_shares: int, num_minibatches: int = 1
-) -> Iterator[tuple[list[Piece], int]]:
-    """Yield what `unpack` makes a share of: the pieces of its groups, and its width.
-
-    Shares are those rows of the assembled batch, in order and without the padding that follows the longest.
-    """
+def split_batch(trajectories: Sequence[TensorDict], num_shares: int, num_minibatches: int = 1) -> Iterator[list[Piece]]:
+    """Yield the pieces of each share, for `join`: those rows of the assembled batch, in order and without the padding
+    that follows the longest."""
     layout = layout_of(trajectories).set("group_index", torch.zeros(0, dtype=torch.int64))
     lengths = [int(one["attention_mask"].sum()) for one in trajectories]
     for groups in deal_groups(lengths, list(map(has_spread, trajectories)), num_shares, num_minibatches):
-        members = [layout, *(_numbered(trajectories[group], group) for group in groups)]
-        yield [pack(one, layout.keys(), layout) for one in members], common_width(layout, members)
+        members = [_numbered(trajectories[group], group) for group in groups]
+        yield [head_of(layout, map(longest_row, members)), *(pack(one, layout.keys(), layout) for one in members)]
+
+
+def packed_alone(trajectory: TensorDict, keys: Iterable[str]) -> Piece:
+    """Return keys of a trajectory, and its mask, as a piece that can be joined with any others.
+
+    A key that may be one of tokens only by chance, as others show, keeps its padding.
+    """
+    layout = trajectory[:0]
+    for key in layout.keys() & {*_ALWAYS_PER_TOKEN, *RAGGED}:
+        layout[key] = layout[key][:, :0]
+    return pack(trajectory, dict.fromkeys([*keys, "attention_mask"]), layout)
 
 
 def _numbered(trajectory: TensorDict, group: int) -> TensorDict:

@@ -7,7 +7,7 @@ entries of the original and the usual padding (-1 in `versions`, else 0), and is
 # B rows, S padded tokens, N real entries; L padded entries of a ragged key
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -73,45 +73,67 @@ def _width(real: torch.Tensor) -> int:
     return 1 + int(np.flatnonzero(real.any(dim=0).numpy()).max(initial=-1))
 
 
-def common_width(layout: TensorDict, batches: Sequence[TensorDict]) -> int:
-    """Return the width of rows of some batches beside each other: that of the longest row, and at least 1."""
-    width = max([1, *(_width(one[_MASK].bool()) for one in batches)])
+def longest_row(batch: TensorDict) -> int:
+    """Return the width that the rows of a batch need."""
+    return _width(batch[_MASK].bool())
+
+
+def head_of(layout: TensorDict, widths: Iterable[int]) -> Piece:
+    """Return the first piece, without rows, for `join` to make rows as wide as the longest of some, and at least 1."""
+    width = max([1, *widths])
     taken = {tensor.shape[1] for tensor in layout.values() if tensor.ndim > 1}  # a key that wide would look like tokens
     while width in taken:
         width += 1
-    return width
+    head = pack(layout, layout.keys(), layout)
+    return head | {_MASK: replace(head[_MASK], values=head[_MASK].values.repeat(width).reshape(0, width))}
 
 
-def unpack(pieces: Sequence[Piece], width: int | None = None) -> TensorDict:
-    """Return the rows of pieces with the same keys, one below the other, as a copy.
+def join(pieces: Sequence[Piece]) -> Piece:
+    """Return the rows of pieces with the same keys, among them the mask, one below the other.
 
-    Keys of tokens are `width` wide, by default as wide as the widest piece.
+    The first piece decides which keys are those of tokens, and how wide they are.
     """
-    part: dict[str, torch.Tensor] = {}
-    for key in sorted(pieces[0], key=lambda key: (key != _MASK, key in RAGGED)):  # counts before ragged keys
-        arrays, fill = [piece[key] for piece in pieces], ABSENT.get(key, 0)
-        values = [array.values for array in arrays]
-        if arrays[0].width is None:
-            joined = _joined(values, fill, width if key == _MASK else None)
-            part[key] = torch.from_numpy(joined).view(arrays[0].dtype)
+    joined, length = {}, pieces[0][_MASK].values.shape[1]
+    for key, first in pieces[0].items():
+        if first.width is None:
+            arrays = [piece[key].values for piece in pieces]
+            values = _stacked(arrays, ABSENT.get(key, 0), length if key == _MASK else None)
+            joined[key] = _Array(values, first.dtype, None)
         else:
-            num_rows, longest = part[_MASK].shape
-            if key in RAGGED:
-                longest = max(array.width or 0 for array in arrays)
-            padded = torch.full((num_rows, longest, *values[0].shape[1:]), fill, dtype=arrays[0].dtype)
-            real = real_entries(TensorDict(part | {key: padded}, batch_size=[num_rows]), key)
-            assert real is not None, f"{key} had padding"
-            _bits(padded)[real.numpy()] = np.concatenate(values)
-            part[key] = padded
-    return TensorDict({key: part[key] for key in pieces[0]}, batch_size=[part[_MASK].shape[0]])
+            width = max(piece[key].width or 0 for piece in pieces) if key in RAGGED else length
+            joined[key] = _Array(np.concatenate([_real(piece, key) for piece in pieces]), first.dtype, width)
+    return joined
 
 
-def _joined(values: Sequence[np.ndarray[Any, Any]], fill: int, width: int | None) -> np.ndarray[Any, Any]:
+def _real(piece: Piece, key: str) -> np.ndarray[Any, Any]:
+    """Return the real entries of a key of tokens, also of one that was packed whole."""
+    array = piece[key]
+    return array.values if array.width is not None else array.values[piece[_MASK].values.astype(bool)]
+
+
+def _stacked(values: Sequence[np.ndarray[Any, Any]], fill: int, width: int | None) -> np.ndarray[Any, Any]:
     """Return arrays one below the other, padded or cut to `width`, by default to the widest."""
     if values[0].ndim < 2:
         return np.concatenate(values)
     width, ends = width or max(one.shape[1] for one in values), np.cumsum([len(one) for one in values])
-    joined = np.full((ends[-1], width, *values[0].shape[2:]), fill, values[0].dtype)
+    stacked = np.full((ends[-1], width, *values[0].shape[2:]), fill, values[0].dtype)
     for one, end in zip(values, ends):
-        joined[end - len(one) : end, : one.shape[1]] = one[:, :width]
-    return joined
+        stacked[end - len(one) : end, : one.shape[1]] = one[:, :width]
+    return stacked
+
+
+def unpack(piece: Piece) -> TensorDict:
+    """Return the rows of a piece as a copy."""
+    part: dict[str, torch.Tensor] = {}
+    for key in sorted(piece, key=lambda key: (key != _MASK, key in RAGGED)):  # counts before ragged keys
+        array = piece[key]
+        if array.width is None:
+            part[key] = torch.from_numpy(np.array(array.values)).view(array.dtype)
+        else:
+            num_rows = part[_MASK].shape[0]
+            padded = torch.full((num_rows, array.width, *array.values.shape[1:]), ABSENT.get(key, 0), dtype=array.dtype)
+            real = real_entries(TensorDict(part | {key: padded}, batch_size=[num_rows]), key)
+            assert real is not None, f"{key} had padding"
+            _bits(padded)[real.numpy()] = array.values
+            part[key] = padded
+    return TensorDict({key: part[key] for key in piece}, batch_size=[part[_MASK].shape[0]])

@@ -24,6 +24,7 @@ from tensordict import TensorDict
 # Keys of any number of entries per row: the key of how many a token `[B, S]` or, as a grid, an image `[B, I, 3]` has.
 RAGGED = {"kept_ids": "kept_counts", "pixel_values": "image_grid_thw"}
 INPUTS = ("input_ids", "attention_mask", "pixel_values", "image_grid_thw")  # of a model; only some see images
+TOKENS = (*INPUTS, "kept_ids", "kept_counts")  # what log-probabilities need
 TensorsT = TypeVar("TensorsT", torch.Tensor, TensorDict)
 ABSENT = {"attention_mask": 0, "versions": -1}
 

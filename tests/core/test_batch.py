@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from arealite.core.batch import Column, Pieces, RemoteBatch, cut, join, restored
+from arealite.core.batch import Column, Pieces, RemoteBatch, cut, joined, restored
 from arealite.utils.packed import pack, unpack
 
 TOKENS = ("input_ids", "attention_mask", "kept_ids", "kept_counts")
@@ -50,7 +50,7 @@ def test_what_is_restored_is_what_was_sent(lengths: list[int], width: int, kept:
     part = part_of(lengths, width=width, kept=kept)
     tokens = [key for key in TOKENS if key in part]
     rest = [key for key in sorted(part.keys()) if key not in tokens]
-    assert_equal(unpack([pack(part, tokens) | pack(part, rest)]), part)
+    assert_equal(unpack(pack(part, tokens) | pack(part, rest)), part)
 
 
 def test_padding_does_not_travel() -> None:
@@ -67,15 +67,15 @@ def test_what_is_restored_is_no_part_of_the_store() -> None:
     piece = pack(part, part.keys())
     for array in piece.values():
         array.values.flags.writeable = False  # as arrays of the store are
-    restored = unpack([piece])
+    restored = unpack(piece)
     restored["input_ids"] += 1
-    assert_equal(unpack([piece]), part)
+    assert_equal(unpack(piece), part)
 
 
 @given(RESTS, RESTS)
 def test_a_column_of_joined_parts_is_cut_into_those_of_the_parts(first: list[int], second: list[int]) -> None:
     parts = [part_of(first, kept=True), part_of(second, kept=True)]
-    batch = join([one.clone() for one in parts])
+    batch = joined([one.clone() for one in parts])
     batch["doubled"] = 2 * batch["logprobs"]
     batch["per_row"] = 3 * batch["rewards"]
     for part, of_part in zip(parts, cut(batch, parts, ["doubled", "per_row", "kept_ids"])):
@@ -83,8 +83,8 @@ def test_a_column_of_joined_parts_is_cut_into_those_of_the_parts(first: list[int
         assert torch.equal(of_part["per_row"], 3 * part["rewards"])
         piece = pack(of_part, ["kept_ids"]) | pack(part, ["attention_mask", "kept_counts"])
         num_kept = part["kept_ids"].shape[1]
-        assert torch.equal(unpack([piece])["kept_ids"][:, :num_kept], part["kept_ids"])
-        assert (unpack([piece])["kept_ids"][:, num_kept:] == 0).all()
+        assert torch.equal(unpack(piece)["kept_ids"][:, :num_kept], part["kept_ids"])
+        assert (unpack(piece)["kept_ids"][:, num_kept:] == 0).all()
 
 
 def test_selected_columns_are_restored_from_the_pieces_where_they_lie() -> None:

@@ -15,14 +15,23 @@ import psutil
 import pytest
 
 pytest.importorskip("ray")
+import ray
+import torch
 from cluster.ray_cluster import ray_cluster
 from harness.processes import wait_until
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from tensordict import TensorDict
 from test_equal_numbers import TRAINING, differences, launch_command, migrated, numbers_of, train, train_in_forks
 from testing_faulty_actor import PLACES
 from testing_quickstart import write_tiny_model
 
+from arealite.api.errors import GroupLostError
 from arealite.api.run_folder import RunFolder
+from arealite.core.batch import Share, whole
 from arealite.core.records import read_calls
+from arealite.core.world import actor_of
+from arealite.launcher.place.ray import connect
+from arealite.utils.packed import Piece, pack
 from arealite.utils.processes import kill_tree, wait_gone
 
 pytestmark = pytest.mark.slow
@@ -160,6 +169,39 @@ def test_a_node_of_a_cluster_is_lost(
     assert differences(calm, shaken) == []
     assert_nothing_was_lost(tmp_path / "core" / "shaken", measured)
     measured(lost_nodes=1, equal_versions=shaken["weights"].count("\n"))
+
+
+class Keeper:
+    """Makes rows as a rollout worker does, and reads them as a rank does."""
+
+    async def make(self) -> tuple[int, Piece]:
+        return 1, pack(TensorDict({"attention_mask": torch.ones(3, 99_999).bool()}, batch_size=[3]), ["attention_mask"])
+
+    async def read(self, share: Share) -> int:
+        return whole(share)["attention_mask"].values.size
+
+
+def test_rows_outlive_their_worker_and_the_loss_of_their_node_is_an_error_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with ray_cluster("one", "two") as cluster, contextlib.ExitStack() as stack:
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        connect()
+        stack.callback(ray.shutdown)
+        nodes = {node["NodeName"]: node["NodeID"] for node in ray.nodes()}
+        places = [NodeAffinitySchedulingStrategy(nodes[name], soft=False) for name in ("one", "two")]
+        env = {"PYTHONPATH": os.pathsep.join(sys.path)}
+        reader, keeper = (actor_of(Keeper, env, num_cpus=0, scheduling_strategy=place).remote() for place in places)
+        head, shares = pack(TensorDict({"attention_mask": torch.ones(0, 9)}, batch_size=[0]), ["attention_mask"]), []
+        for _ in range(2):
+            made, rows = keeper.make.options(num_returns=2).remote()
+            assert ray.get(made) == 1
+            shares.append(Share(head, [rows]))
+        ray.kill(keeper)
+        assert ray.get(reader.read.remote(shares[0]), timeout=WAIT_S) == 3 * 9
+        cluster.kill("two")
+        with pytest.raises(GroupLostError, match="a loss of a node"):
+            ray.get(reader.read.remote(shares[1]), timeout=WAIT_S)
 
 
 def kill(victim: str, command: list[str], *, output: Path, once: Callable[[], bool]) -> None:

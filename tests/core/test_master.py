@@ -59,14 +59,14 @@ class Trained:
 def test_metrics_of_the_workflow_need_no_key_of_the_graph() -> None:
     """Two runs of one group, of which the first has two rows, and a run of another."""
     batch = TensorDict({"rewards": torch.tensor([1.0, 1.0, 0.0, 1.0])}, batch_size=[4])
-    batch["group_index"], batch["sample_index"] = torch.tensor([0, 0, 0, 1]), torch.tensor([0, 0, 1, 0])
+    batch["sample_index"] = torch.tensor([0, 0, 1, 0])
     batch["num_turns"] = torch.tensor([2.0, 2.0, 1.0, 6.0])
     batch["rewards/format"] = torch.tensor([1.0, 1.0, 0.5, 0.0])
     source = Episodes.__new__(Episodes)
     source._scatter = lambda _: RemoteBatch([[0, 1, 2, 3]])
     join_default_group(60.0)
     try:
-        remote = source._hand_out(batch)
+        remote = source._hand_out([batch[:3], batch[3:]])
     finally:
         leave_default_group()
     assert remote.metrics == {"workflow/num_turns": 3.0, "rewards/format": 0.5}

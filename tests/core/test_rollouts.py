@@ -27,11 +27,13 @@ from arealite.api.cli_args import InferenceEngineConfig, PPOConfig, load_expr_co
 from arealite.api.errors import EpisodeError, GroupLostError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.api.workflow_api import RolloutWorkflow
+from arealite.core import rollouts
 from arealite.core.rollouts import RolloutWorkers
 from arealite.core.workers import Workers
 from arealite.dataset.loader import PromptLoader
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.rollout.account.audit import audit
+from arealite.utils.packed import Piece, unpack
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("core_rollouts")]
 
@@ -96,7 +98,7 @@ def connect(workers: Workers, tmp_path: Path) -> Iterator[Connect]:
             assert workers._config.rollout is not None
             workers._config.rollout, workers._limits.rollout.num = config, num
             clients = None if is_here else workers.rollouts(make, None)
-            engine = RemoteInferenceEngine(config, clients=clients)
+            engine = RemoteInferenceEngine(config, hand_out=functools.partial(whole, workers), clients=clients)
             engine.initialize(None, None)
             stack.callback(clients.close if clients else lambda: None)
             stack.callback(engine.destroy)
@@ -107,6 +109,13 @@ def connect(workers: Workers, tmp_path: Path) -> Iterator[Connect]:
 
 def loader() -> PromptLoader:
     return PromptLoader([{"input_ids": [5, 6, 7 + row]} for row in range(100)], 4, seed=1)
+
+
+def whole(workers: Workers, trajectories: list[TensorDict]) -> TensorDict:
+    """Return the batch of trajectories as a rank gets it, from where rollout workers put them."""
+    remote = workers.scatter(trajectories)
+    rows = {key: workers.fetch(column, remote) for key, column in remote.items()}
+    return TensorDict(rows, batch_size=[len(rows["rewards"])])
 
 
 SAMPLING = functools.partial(SamplingWorkflow, n_samples=2, max_new_tokens=6)
@@ -203,6 +212,37 @@ def test_the_episodes_of_a_worker_that_dies_are_issued_again(
     engine.state_dict()
     found = audit(tmp_path / "e" / "t")
     assert (found.trained, found.lost, found.repeated) == (12, 0, 0)
+
+
+def test_the_master_gets_no_tokens_and_a_worker_that_dies_loses_no_rows(
+    connect: Connect, workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it unpacks of an episode is as large for 4,000 tokens as for 6; a worker writes the rollout file."""
+    sizes: dict[int, list[int]] = {}
+    for num_tokens in (6, 4000):
+        seen = sizes[num_tokens] = []
+
+        def noted(piece: Piece, seen: list[int] = seen) -> TensorDict:
+            seen.append(sum(array.values.nbytes for array in piece.values()))
+            return unpack(piece)
+
+        make = functools.partial(SamplingWorkflow, n_samples=4, max_new_tokens=num_tokens)
+        engine, clients = connect(ScriptedServer(), make, str(num_tokens))
+        assert clients is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(rollouts, "unpack", noted)
+            patch.setattr(engine, "_hand_out", list)
+            records: Any = engine.prepare_batch(loader(), make())
+            patch.setattr(rollouts, "write_batch", None)
+            engine.state_dict()
+        assert all(value.numel() <= 4 for record in records for value in record.values())
+        assert [record.num_tokens for record in records] == [4 * (3 + num_tokens)] * 4
+        rows = stored_rows(tmp_path / "e" / str(num_tokens) / "rollouts" / "step_0")
+        kill_a_worker()
+        batch = whole(workers, records)
+        assert batch["loss_mask"].sum(1).tolist() == [num_tokens] * 16
+        assert [row["input_ids"] for row in rows] == batch["input_ids"].tolist()
+    assert len(sizes[6]) >= 4 and set(sizes[6]) == set(sizes[4000])
 
 
 @pytest.mark.parametrize("max_failed_share", [0.1, 1.0])

@@ -60,7 +60,7 @@ def test_what_a_function_writes_into_a_column_counts_as_made(rows_of_parts: list
     call = Call("actor.halve_long", "actor", halve_long, layout=({key: key for key in keys},))
     outcome = worker._do(call, pieces, results)
     assert outcome.made == ("rewards", "advantages")
-    parts = [unpack([pack(part, ["attention_mask"]) | one]) for part, one in zip(whole.split(rows_of_parts), results)]
+    parts = [unpack(pack(part, ["attention_mask"]) | one) for part, one in zip(whole.split(rows_of_parts), results)]
     assert torch.cat([part["rewards"] for part in parts]).tolist() == [0.5, 1.5]
     assert torch.cat([part["advantages"] for part in parts]).tolist() == [[0.0, 0.0, 0.0], [7.0, 0.0, 0.0]]
 

@@ -15,8 +15,8 @@ from testing_workflows import waiting_trajectory
 
 from arealite.api.io_struct import ModelRequest, PromptId
 from arealite.rollout.prompts import Episode, Prompt, sampling_seed
-from arealite.rollout.trajectory import assemble_batch, check_trajectory, deal_groups, split_batch
-from arealite.utils.packed import unpack
+from arealite.rollout.trajectory import assemble_batch, check_trajectory, deal_groups, packed_alone, split_batch
+from arealite.utils.packed import head_of, join, layout_of, longest_row, unpack
 from arealite.utils.tensors import ABSENT, concat_padded_tensors, trimmed_rows
 
 
@@ -35,7 +35,7 @@ def test_a_batch_numbers_its_episodes() -> None:
 def shares_of(trajectories: list[TensorDict], num_shares: int, num_minibatches: int = 1) -> list[TensorDict]:
     """Return the shares as their ranks restore them from the bytes that travel."""
     shares = split_batch(trajectories, num_shares, num_minibatches)
-    return [unpack(*pickle.loads(pickle.dumps(share))) for share in shares]
+    return [unpack(join(pickle.loads(pickle.dumps(share)))) for share in shares]
 
 
 def shares_of_a_whole(trajectories: list[TensorDict], num_shares: int, num_minibatches: int) -> list[TensorDict]:
@@ -111,6 +111,22 @@ def test_shares_are_those_of_the_padded_batch(groups: list[TensorDict], num_shar
         for key in list(share.keys()):
             assert share[key].dtype == whole[key].dtype and share[key].shape == whole[key].shape, key
             assert bytes_of(share[key]) == bytes_of(whole[key]), key
+
+
+@given(groups_of_rows())
+def test_groups_packed_apart_are_those_of_the_batch(groups: list[TensorDict]) -> None:
+    """Also with a key that has the width of some groups."""
+    for one in groups:
+        one["mark"] = torch.arange(4.0).expand(len(one), 4)
+    layout = layout_of(groups)
+    head = head_of(layout, map(longest_row, groups))
+    pieces = [[packed_alone(one, keys) for one in groups] for keys in (["input_ids"], list(groups[0].keys()))]
+    names = [["input_ids", "attention_mask"], list(groups[0].keys())]
+    (expected,) = shares_of(groups, 1)
+    for keys, own in zip(names, pieces):
+        found = unpack(join([{key: head[key] for key in keys}, *own]))
+        for key in keys:
+            assert bytes_of(found[key]) == bytes_of(expected[key]), key
 
 
 def test_padding_of_a_batch_does_not_travel() -> None:

@@ -36,11 +36,10 @@ from arealite.engine.metrics import (
 )
 from arealite.engine.ppo.batch import checked_advantages, checked_loss_fn, groups_of, require_key, samples_of
 from arealite.utils.distributed import all_reduce, all_reduce_numbers, of_all_ranks
-from arealite.utils.tensors import INPUTS
+from arealite.utils.tensors import INPUTS, TOKENS
 
 # Keys of the original's scripts are refused: ignoring them would change the objective silently.
 RENAMED_KEYS = {"prox_logp": "proximal_logprobs", "ref_logp": "ref_logprobs"}
-TOKENS = (*INPUTS, "kept_ids", "kept_counts")
 UNKNOWN_LOGPROB = -9999.0  # vLLM sends it for a logprob that is not finite; the token is not trained on
 _SET_REF = "Set it to ref.compute_logprobs(batch)"
 

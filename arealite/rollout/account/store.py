@@ -78,6 +78,7 @@ class RolloutStore:
         # The newest training batch, and whether each of its episodes is stored whole.
         self._trained: tuple[Path, list[bool]] | None = None
         self._tokenizers: dict[int, tuple[Any, Any]] = {}
+        self.write_there: Callable[[Path, list[Any], int | None], None] = write_batch  # tables that others have built
 
     def append(self, name: str, episodes: Sequence[Episode], trained_step: int | None) -> None:
         """Queue the samples as the next batch of `name` and return at once."""
@@ -129,7 +130,10 @@ class RolloutStore:
         batch = self._num_batches[path]
         self._num_batches[path] += 1
         with writing(path, pa.ArrowException):
-            write_batch(path / f"{batch}.parquet", self._tables(episodes, step), step)
+            if episodes[0].table is None:
+                write_batch(path / f"{batch}.parquet", [self._table(episodes, step)], step)
+            else:
+                self.write_there(path / f"{batch}.parquet", [one.table for one in episodes], step)
 
     def _write_update(
         self, path: Path, updates: Sequence[Update], is_whole: list[bool], previous: Future[None]
@@ -139,18 +143,10 @@ class RolloutStore:
         with writing(batch, pa.ArrowException):
             write_update(batch, updates, is_whole)
 
-    def _tables(self, episodes: list[Episode], step: int | None) -> list[pa.Table]:
-        """Return the rows of a batch: the tables that other processes have built, and one of all other episodes."""
+    def _table(self, episodes: list[Episode], step: int | None) -> pa.Table:
         share = 1.0 if step is None else self._stored_share
-        tables = []
-        for is_built, alike in itertools.groupby(episodes, lambda one: one.table is not None):
-            some = list(alike)
-            if is_built:
-                tables += [one.table for one in some]
-                continue
-            tokenizers = [self._tokenizer_of(one.prompt.workflow) for one in some]
-            tables.append(table_of(some, [one.trajectory for one in some], tokenizers, share))
-        return tables
+        tokenizers = [self._tokenizer_of(one.prompt.workflow) for one in episodes]
+        return table_of(episodes, [one.trajectory for one in episodes], tokenizers, share)
 
     def _tokenizer_of(self, workflow: object) -> Any:
         """Return a copy of the workflow's tokenizer for this thread: tokenizers are not thread-safe."""

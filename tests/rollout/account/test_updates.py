@@ -19,7 +19,7 @@ from arealite.api.cli_args import InferenceEngineConfig
 from arealite.rollout.account.rollout_file import read_update
 from arealite.rollout.account.store import RolloutStore, is_stored, update_of
 from arealite.rollout.trajectory import assemble_batch, split_batch
-from arealite.utils.packed import unpack
+from arealite.utils.packed import join, unpack
 
 CONFIG = InferenceEngineConfig(fileroot="runs", experiment_name="e", trial_name="t")
 
@@ -44,7 +44,7 @@ def stored(folder: Path, sizes: list[int], num_ranks: int, share: float = 1.0) -
         trajectories = [trajectory_of(generator, size, False) for size in sizes]
         store.append("step_3", [finished(index, one) for index, one in enumerate(trajectories)], 3)
         store.append("eval_step_3", [finished(index, one) for index, one in enumerate(trajectories)], None)
-        shares = [trained(unpack(*share), seed) for share in split_batch(trajectories, num_ranks)]
+        shares = [trained(unpack(join(share)), seed) for share in split_batch(trajectories, num_ranks)]
         updates = [update_of(actor_with(log_ratio=one["log_ratio"][one["attention_mask"]]), one) for one in shares]
         store.append_update([update for update in updates if update is not None])
     store.close()
