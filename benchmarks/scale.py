@@ -1,6 +1,6 @@
 """How far one process carries a run: simulated clusters of H100s, and the CPU time of the process with the account.
 
-    python benchmarks/scale.py [--gpus 128 512] [--steps 3] [--out benchmarks/results/scale.jsonl]
+    python benchmarks/scale.py [--gpus 128 512] [--steps 3] [--json] [--out benchmarks/results/scale.jsonl]
 
 An 8B model, servers of 4 GPUs, a quarter of the GPUs trains, 2 prompts a GPU and step, each with 16 answers of 8,192
 tokens in the mean (lognormal, at most 31,744), bound 2. `free`: the client costs no time. `one process`: 0.9 ms per
@@ -9,13 +9,12 @@ reply and 1.8 us per token, one reply after the other, as measured with real rep
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import json
 import time
-from pathlib import Path
 from typing import Any
+
+from circumstances import options, report
 
 from arealite.simulate.run import LognormalLengths, Scenario, Simulation
 from arealite.simulate.servers import ServerProfile, SimulatedServer, SimulatedSession
@@ -95,19 +94,14 @@ def measure(gpus: int, account: str, steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--gpus", type=int, nargs="+", default=[128, 512])
     parser.add_argument("--accounts", nargs="+", choices=list(ACCOUNTS), default=list(ACCOUNTS))
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=None, help="file to which results are appended")
+    parser.add_argument("--steps", type=int, default=3, help="that are measured")
     args = parser.parse_args()
     for gpus in args.gpus:
         for account in args.accounts:
-            row = measure(gpus, account, args.steps)
-            print(json.dumps(row), flush=True)
-            if args.out is not None:
-                with args.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
+            report(args, measure(gpus, account, args.steps))
 
 
 if __name__ == "__main__":
