@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from arealite.api.cli_args import GRPOConfig, load_expr_config
+from arealite.api.cli_args import GRPOConfig, InferenceEngineConfig, load_expr_config
 from arealite.api.errors import require
 from arealite.api.run_folder import RunFolder
 from arealite.planner.memory import model_shape
@@ -25,8 +25,7 @@ if TYPE_CHECKING:  # it imports torch
 _PAGE = Path(__file__).parents[1] / "simulate" / "page.html"
 _HEAD = "  s/step     tok/s  waits  trains  publishes  staleness  decides"
 _LINE = "{step_s:8.2f}{tokens_per_s:10,.0f}{rollout:7.0%}{train:8.0%}{weights:11.0%}{staleness:7.2f} ({max_staleness})"
-_LITTLE = 0.1  # of a step, for waiting: with less the trainer decides
-_FULL = 0.7  # of what servers could sample: with more they decide
+_LITTLE, _FULL = 0.1, 0.7  # below this wait, of a step, the trainer decides; above this use of servers, they do
 _HELPS = {
     "servers": "the trainer waits for servers that are full. More servers help.",
     "stragglers": "it waits for the longest completions. A larger staleness bound or concurrency helps.",
@@ -137,7 +136,8 @@ def _row(asked: "Scenario", result: "Result") -> dict[str, Any]:
     def rate(running: float) -> float:
         return running / (server.step_s + (server.sequence_s + server.context_s * context) * running)
 
-    in_flight = (asked.concurrency or asked.batch_size) * asked.group / asked.num_servers
+    usual = InferenceEngineConfig(consumer_batch_size=asked.batch_size, max_head_offpolicyness=asked.bound)
+    in_flight = (asked.concurrency or usual.concurrency) * asked.group / asked.num_servers
     used = busy * rate(running / busy) / rate(min(server.slots, in_flight))
     if result.failure is None and shares["rollout"] > _LITTLE:
         decides = "servers" if used > _FULL else "stragglers"

@@ -53,6 +53,13 @@ def test_the_table_stands_beside_what_was_measured_and_says_what_decides(
     assert re.search(r"^Assumed: what .* took, on machines as busy as then\.", output, re.MULTILINE)
 
 
+def test_the_default_concurrency_is_judged_as_what_it_is(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Three batches of 4 at a bound of 2."""
+    assert main(["simulate", run, "--vary", "rollout.max_concurrent_rollouts=12,null", "--steps", "8", "--json"]) == 0
+    *_, given, default = lines(capsys.readouterr().out)
+    assert default["used"] == pytest.approx(given["used"], rel=0.1)
+
+
 def test_failures_and_a_page(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
     options = ["--fail", "crash=20", "--fail", "slow=0.5", "--vary", f"{NUMBER}=lite.d6+d1", "--page", str(page)]

@@ -20,13 +20,11 @@ from arealite.api.config.types import (
 from arealite.api.servers import BackendName, PauseMode
 from arealite.utils.network import check_address
 
+_MAX_BATCHES = 8  # in flight by default, however large the staleness bound
 ALL_TOKENS = 100_000_000
 """The `top_k` that cuts nothing off."""
 DEFAULT_KEPT_IDS = 512
 """The `top_k` of training with `top_p` or `min_p` alone: servers return no unbounded sets of kept ids."""
-
-
-_MAX_BATCHES = 8  # in flight by default, however stale they may be
 
 
 def _split_addresses(value: object) -> object:
@@ -132,7 +130,8 @@ class InferenceEngineConfig(FolderBlock):
     """Minibatches in each of which every rank gets about equal tokens; filled in from `actor.ppo_n_minibatches`."""
     max_concurrent_rollouts: PositiveInt | None = None
     """Maximum number of episodes running at once over all ranks; lower while servers are missing. None is as many
-    as the staleness bound admits, up to 8 batches, while servers have free slots, and scaled up with more servers."""
+    as the staleness bound admits, up to 8 batches, while servers have free slots (which a master with rollout workers
+    does not see), and scaled up with more servers."""
     max_head_offpolicyness: NonNegativeInt = 0
     """Largest staleness, in weight versions, of a trajectory we train on. 0 is synchronous training."""
     queue_size: PositiveInt | None = None
