@@ -184,7 +184,7 @@ benchmark-agents: $(VENV)/.installed-dev            ## measure the cost of an ag
 benchmark-async: $(VENV)/.installed            ## compare asynchronous with synchronous training, also with tools that take 200 ms (5 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/async_vs_sync.py $(ARGS)
 
-simulate-validate: $(VENV)/.installed            ## measure how far off predictions of arealite simulate are, on a quiet machine (8 minutes)
+simulate-validate: $(VENV)/.installed            ## measure how far off predictions of arealite simulate are, on a quiet machine (18 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/simulate_validate.py $(ARGS)
 
 benchmark-weights: $(VENV)/.installed            ## measure weight updates, and how long they pause generation (2 minutes)

@@ -26,6 +26,7 @@ from arealite.inference.http import Json
 from arealite.inference.registry import Registry, ServerEntry
 from arealite.inference.remote_engine import RemoteInferenceEngine, Surroundings
 from arealite.rollout.event_loop import activity
+from arealite.rollout.prompts import Dataloader
 from arealite.simulate.servers import Lengths, ServerProfile, SimulatedServer, SimulatedSession
 from arealite.simulate.virtual import VirtualLoop, VirtualLoopThread
 from arealite.weights.publish import publish_weights
@@ -170,7 +171,8 @@ class Simulation:
         if self._has_group:
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         self.scenario, self.loop, self.on_step = scenario, VirtualLoop(), on_step
-        self.draw = random.Random(scenario.seed)
+        self.draw, self.first_step = random.Random(scenario.seed), 0
+        self.prompts: Dataloader = _batches(scenario)
         self.servers: dict[str, SimulatedServer] = {}
         for address in (f"s{number}:1" for number in range(scenario.num_servers)):
             speed = _SLOW_SPEED if self.draw.random() < scenario.slow_share else 1.0
@@ -180,7 +182,6 @@ class Simulation:
 
     def _config(self) -> InferenceEngineConfig:
         scenario = self.scenario
-        keys: dict[str, Any] = {"episode_timeout": 36000.0, "request_timeout": 36000.0, "setup_timeout": 3600.0}
         return InferenceEngineConfig(
             experiment_name="simulated",
             trial_name="simulated",
@@ -191,7 +192,7 @@ class Simulation:
             max_head_offpolicyness=scenario.bound,
             weight_update="broadcast",
             weight_check=WeightCheckConfig(fingerprint=False, canary_tokens=0),
-            **(keys | scenario.rollout),
+            **{"episode_timeout": 36000.0, "request_timeout": 36000.0, "setup_timeout": 3600.0, **scenario.rollout},
         )
 
     def _surroundings(self) -> Surroundings:
@@ -232,17 +233,17 @@ class Simulation:
     def _train(self) -> None:
         scenario, rollout = self.scenario, self.rollout
         thread, actor = VirtualLoopThread(self.loop), cast("FSDPPPOActor", _Actor(scenario))
-        workflow, loader, draw = _Workflow(scenario), _batches(scenario), random.Random(scenario.seed)
+        workflow, draw = _Workflow(scenario), random.Random(scenario.seed)
         accept = (lambda _: draw.random() >= scenario.rejected_share) if scenario.rejected_share else None
-        publish_weights(actor, rollout, version=0)
+        publish_weights(actor, rollout, version=self.first_step)
         if scenario.mean_life_s < math.inf:
             thread.submit(self._let_servers_die())
         num_calls, before = 0, self._server_seconds()
-        for step in range(scenario.warm_up + scenario.steps):
+        for step in range(self.first_step, scenario.warm_up + scenario.steps):
             if step == scenario.warm_up:
                 self.result, num_calls = Result(), self.session.num_calls
             result, began = self.result, self.loop.time()
-            batch = rollout.prepare_batch(loader, workflow, accept)
+            batch = rollout.prepare_batch(self.prompts, workflow, accept)
             sampled = self.loop.time()
             num_tokens = int(batch["attention_mask"].sum())
             thread.run(asyncio.sleep(scenario.train_s + scenario.train_token_s * num_tokens))

@@ -24,7 +24,6 @@ from arealite.inference.http import Json
 _FULL_SHARE = 0.97  # of the cache, above which no sequence starts
 _LATE_S = 1e-7  # by which a timer comes later than the end that it is for, as equal floats may differ
 _STEP_SLACK = 1e-3
-_FOREVER_S = 1e6
 
 Lengths = Callable[[Json, int], int]
 """Of sampling parameters and prompt tokens: the tokens of the completion."""
@@ -140,9 +139,7 @@ class SimulatedServer:
         if running > 1 and self._context + num_steps * running > self.profile.cache_tokens:
             num_steps = max(0.0, (self.profile.cache_tokens - self._context) / running)
         first, growth = self._cost()
-        seconds = self._prefill_left_s + num_steps * first
-        if num_steps >= 1:
-            seconds += growth * num_steps * (num_steps - 1) / 2
+        seconds = self._prefill_left_s + num_steps * first + max(0.0, growth * num_steps * (num_steps - 1) / 2)
         self._timer = self.loop.call_later(max(0.0, seconds) + _LATE_S, self._tick)
 
     def _tick(self) -> None:
@@ -311,7 +308,7 @@ class SimulatedServer:
         await asyncio.sleep(profile.round_trip_s)
         if self.is_dead:
             if self.hangs:
-                await asyncio.sleep(_FOREVER_S)
+                await asyncio.sleep(1e6)  # for ever
             raise aiohttp.ClientConnectionError("Connect call failed")
         if path == "/generate":
             return await self._generate(body)

@@ -28,6 +28,7 @@ _MAX_TOKENS = 256  # of a simulated completion: one simulated token stands for s
 _SLOTS = 256  # of a server whose config does not say
 _NUM_DRAWN = 10_000  # lognormal lengths
 _NUM_LOOKS = 20  # at what runs beside a sample
+_NUM_FITS = 4  # each weighs samples by the seconds that the one before expects
 _WARM_UP = 2  # steps of a run that do not count
 _KEPT = ("overdue", "episode_timeout", "episode_retries", "request_timeout", "weight_update_timeout")
 _COLUMNS = ("time/step_s", "time/rollout_s", "time/weights_s", "time/eval_s", "weights/pause_s",
@@ -233,11 +234,12 @@ def _samples(run: RunFolder, config: GRPOConfig, step_s: Any) -> tuple[Any, Any,
 
 def _fitted(counts: Any, seconds: Any) -> list[float]:
     """Return the seconds of one of each that fit best and are not negative. Deviations add up over time and come from
-    stalls, so the longer it took, the less it weighs."""
-    deviation = np.sqrt(np.maximum(seconds, 1e-3))
-    counts, seconds = counts / deviation[:, None], seconds / deviation
-    found, kept = np.zeros(counts.shape[1]), list(range(counts.shape[1]))
-    while (best := np.linalg.lstsq(counts[:, kept], seconds, rcond=None)[0]).min() < 0:
-        kept.pop(int(best.argmin()))
-    found[kept] = best
-    return found.tolist()
+    stalls: their variance grows with the seconds expected, so that the seconds explained add up to those observed."""
+    found, expected = np.zeros(counts.shape[1]), seconds
+    for _ in range(_NUM_FITS):
+        weights, kept = 1 / np.sqrt(np.maximum(expected, 1e-3)), np.arange(counts.shape[1])
+        while (best := np.linalg.lstsq(counts[:, kept] * weights[:, None], seconds * weights)[0]).min() < 0:
+            kept = np.delete(kept, best.argmin())
+        found = np.bincount(kept, best, counts.shape[1])
+        expected = counts @ found
+    return cast("list[float]", found.tolist())
