@@ -172,8 +172,8 @@ benchmark-runtime: $(VENV)/.installed            ## measure the overhead of the 
 benchmark-burst: $(VENV)/.installed            ## measure the client when long replies come all at once, and when servers return one by one (a minute)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/reply_burst.py $(ARGS)
 
-benchmark-scale: $(VENV)/.installed            ## simulate 128 and 512 GPUs, and what the client's CPU time costs there (10 minutes)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/scale.py $(ARGS)
+benchmark-scale: $(VENV)/.installed            ## simulate up to 512 GPUs, bounds, and what the client's CPU time costs there, and plot benchmarks/results/scale.svg (15 minutes)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/scale.py --out benchmarks/results/scale.jsonl --plot benchmarks/results/scale.svg $(ARGS)
 
 benchmark-core: $(VENV)/.installed-dev            ## measure the overhead of a master and its workers, with 64 idle processes (10 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/core.py $(ARGS)

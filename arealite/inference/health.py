@@ -81,7 +81,7 @@ class Health:
     def balance(self) -> None:
         """Take the youngest requests away from serving servers with more than their share of all, as some must be idle:
         what is lost has been sampled in the last `young_s` seconds."""
-        now, serving = asyncio.get_running_loop().time(), self._servers.serving
+        now, serving = asyncio.get_running_loop().time(), self._servers.serving if self._timeouts else []
         share = math.ceil(sum(server.num_in_flight for server in serving) / max(1, len(serving)))
         for server in serving:
             youngest = reversed(self._timeouts.get(server, {}).items())

@@ -80,7 +80,9 @@ class ServerPool:
         self.version = 0  # of the newest published weights
         self._started_with = NO_VERSION  # version with which servers are started; unknown after the first update
         self._servers: dict[str, Server] = {}
-        self._num_changes, self._by_state = 0, (-1, dict[str, list[Server]]())  # derived after that many changes
+        self._num_changes = 0
+        # Derived after that many changes: the servers by state, and the slots of those that serve.
+        self._derived: tuple[int, dict[str, list[Server]], int | None] = (-1, {}, None)
         self._tokens_per_s: float | None = None  # moving average of all servers for one request
         self.usual_s: float | None = None  # moving average of the duration of a request
         self._draw = random.Random(0)
@@ -165,8 +167,7 @@ class ServerPool:
     @property
     def num_slots(self) -> int | None:
         """How many requests the serving servers run at once; None without a server, or if it is unknown of one."""
-        slots = [server.facts.slots for server in self.serving]
-        return None if not slots or None in slots else sum(number or 0 for number in slots)
+        return self._derive()[2]
 
     @property
     def servers(self) -> list[Server]:
@@ -176,21 +177,23 @@ class ServerPool:
     @property
     def serving(self) -> list[Server]:
         """The servers that get requests."""
-        return self._in("serving")
+        return self._derive()[1]["serving"]
 
     @property
     def joining(self) -> list[Server]:
         """The servers that wait for the newest weights."""
-        return self._in("joining")
+        return self._derive()[1]["joining"]
 
-    def _in(self, state: str) -> list[Server]:
-        num_changes, (derived_after, by_state) = self._num_changes, self._by_state
-        if num_changes != derived_after:
-            by_state = {"serving": [], "joining": [], "removed": []}
+    def _derive(self) -> tuple[int, dict[str, list[Server]], int | None]:
+        num_changes, derived = self._num_changes, self._derived
+        if num_changes != derived[0]:
+            by_state: dict[str, list[Server]] = {"serving": [], "joining": [], "removed": []}
             for server in self.servers:
                 by_state[server.state].append(server)
-            self._by_state = num_changes, by_state
-        return by_state[state]
+            slots = [server.facts.slots for server in by_state["serving"]]
+            num_slots = None if not slots or None in slots else sum(number or 0 for number in slots)
+            self._derived = derived = num_changes, by_state, num_slots
+        return derived
 
     @property
     def updatable(self) -> list[Server]:
@@ -235,10 +238,8 @@ class ServerPool:
         return server
 
     def _candidates(self, sticky: Server | None) -> list[Server]:
-        serving = self.serving
-        if len(serving) <= _NUM_CANDIDATES:
-            return serving
-        return [*self._draw.sample(serving, _NUM_CANDIDATES), *([] if sticky is None else [sticky])]
+        serving, last = self.serving, [] if sticky is None else [sticky]
+        return serving if len(serving) <= _NUM_CANDIDATES else [*self._draw.sample(serving, _NUM_CANDIDATES), *last]
 
     def _has_slot(self, server: Server) -> bool:
         return server.state == "serving" and server.num_free > 0
