@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def validate(args: argparse.Namespace, folder: str, names: Sequence[str]) -> int:
-    """Measure settings in turn, and report each beside what the first run of the first one predicts."""
+    """Measure settings in turn, and report each beside what the first one predicts in the same rounds."""
     model = f"{folder}/model"
     found: dict[str, list[tuple[GRPOConfig, RunFolder]]] = {name: [] for name in names}
     with contextlib.ExitStack() as stack:
@@ -92,11 +92,11 @@ def validate(args: argparse.Namespace, folder: str, names: Sequence[str]) -> int
                 )
                 found[name].append((config, train(config, case, actor, args.steps)))
         actor.destroy()
-    worst = 0.0
+    costs, worst = [learned(run, config, 1) for config, run in found[LEARNED]], 0.0
     for name in names:
         rates = [1 / measured(run)[1][WARM_UP:].mean() for _, run in found[name]]
         config, case = setting(folder, addresses, "predicted", **SETTINGS[name])
-        predictions = [predicted(learned(run, given, 1), config, case, args.steps) for given, run in found[LEARNED]]
+        predictions = [predicted(one, config, case, args.steps) for one in costs]
         error = statistics.median(one / rate for one, rate in zip(predictions, rates, strict=True)) - 1
         is_judged = SETTINGS[name].get("servers", 1) < (os.cpu_count() or 1)
         worst = max(worst, abs(error) * is_judged)

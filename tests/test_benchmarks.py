@@ -65,6 +65,12 @@ def test_what_was_measured_reads_as_text(name: str, monkeypatch: pytest.MonkeyPa
     assert TEXTS[name] in described(json.loads(lines[3 if name == "weight_sync" else 0]))
 
 
+def test_the_plot_of_large_clusters_shows_what_was_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    scale = loaded("scale.py", monkeypatch)
+    results = [json.loads(line) for line in scale["RESULTS"].read_text().splitlines()]
+    assert scale["plot_of"](results) == scale["RESULTS"].with_suffix(".svg").read_text()
+
+
 @pytest.mark.slow
 def test_logprobs_are_measured(tmp_path: Path) -> None:
     sizes = ["--tokens", "512", "--hidden", "8", "--vocabulary", "100000", "--rounds", "1"]

@@ -235,7 +235,7 @@ def _samples(run: RunFolder, config: GRPOConfig, step_s: Any) -> tuple[Any, Any,
 def _fitted(counts: Any, seconds: Any) -> list[float]:
     """Return the seconds of one of each that fit best and are not negative. Deviations add up over time and come from
     stalls: their variance grows with the seconds expected, so that the seconds explained add up to those observed."""
-    found, expected = np.zeros(counts.shape[1]), seconds
+    expected = seconds
     for _ in range(_NUM_FITS):
         weights, kept = 1 / np.sqrt(np.maximum(expected, 1e-3)), np.arange(counts.shape[1])
         while (best := np.linalg.lstsq(counts[:, kept] * weights[:, None], seconds * weights)[0]).min() < 0:

@@ -97,6 +97,8 @@ def test_slots_are_known_only_while_servers_tell_them() -> None:
     pool.add("b:2", ServerFacts())
     pool.advance(pool.servers, 0)
     assert pool.num_slots is None
+    pool.remove("b:2")
+    assert pool.num_slots == 3
 
 
 def test_a_server_gets_at_most_as_many_requests_as_it_has_slots() -> None:

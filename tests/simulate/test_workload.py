@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
+import numpy as np
 import pytest
 from testing_simulated import SERVER, write_simulated
 
@@ -15,6 +16,7 @@ from arealite.planner.memory import ModelShape
 from arealite.simulate.run import Scenario, simulate
 from arealite.simulate.workload import (
     GroupLengths,
+    _fitted,
     estimated,
     learned,
     load_gpu,
@@ -149,3 +151,13 @@ def test_runs_that_can_not_be_learned_from_say_why(
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "time/step_s": 1.0}\n')
     with pytest.raises(ConfigError, match="must have 3 steps with rollouts: got 0"):
         measured(RunFolder(tmp_path))
+
+
+def test_what_a_fit_explains_adds_up_to_what_was_observed() -> None:
+    """Weights by the observed seconds explained a fifth less: what took long by chance counted less."""
+    draw = np.random.default_rng(1)
+    counts, true = draw.uniform(1, 100, size=(2000, 3)), np.array([4e-3, 1e-4, 2e-3])
+    seconds = draw.gamma(5.0, counts @ true / 5.0)
+    found = _fitted(counts, seconds)
+    assert (counts @ found).sum() == pytest.approx(seconds.sum(), rel=1e-3)
+    assert found[::2] == pytest.approx(true[::2], rel=0.1)
