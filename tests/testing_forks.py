@@ -7,6 +7,7 @@ of an importable module, here or in a test.
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import threading
@@ -91,13 +92,16 @@ def connected(program: Callable[..., object], *arguments: Any, **environment: st
 
 
 @contextlib.contextmanager
-def two_ranks(program: Callable[..., object], *arguments: Any) -> Iterator[list[Fork]]:
-    """Run `program(pipe, *arguments)` as two ranks of one group, as torchrun does."""
+def ranks_of(num: int, program: Callable[..., object], *arguments: Any) -> Iterator[list[Fork]]:
+    """Run `program(pipe, *arguments)` as the ranks of one group, as torchrun does."""
     with contextlib.ExitStack() as stack:
         port = str(port_of(stack.enter_context(hold_port())))
-        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-        ranks = [group | {"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(num)}
+        ranks = [group | {"RANK": rank, "LOCAL_RANK": rank} for rank in map(str, range(num))]
         yield [stack.enter_context(connected(program, *arguments, **rank)) for rank in ranks]
+
+
+two_ranks = functools.partial(ranks_of, 2)
 
 
 def cpu_s() -> float:

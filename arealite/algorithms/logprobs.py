@@ -10,10 +10,11 @@ and again in the backward pass; only the normalizers are kept in between.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from tensordict import TensorDict
 from torch.autograd.function import once_differentiable
@@ -23,9 +24,22 @@ MIN_COLUMNS = 1024  # of a block: narrower matrix products are slow
 _EXCLUDED = -1e20  # the logit of a token outside of a kept set; finite because 0 * -inf is not a number
 
 
+class Split(NamedTuple):
+    """How ranks with the same N tokens share their logits: in groups over tokens and over the vocabulary."""
+
+    num_tokens: int
+    tokens: dist.ProcessGroup | None = None
+    vocabulary: dist.ProcessGroup | None = None
+    first_id: int = 0
+    num_ids: int = 0
+
+
 @dataclass(frozen=True)
 class LazyLogits:
     """Logits `[N, V]` that are computed on demand: `scale * (hidden @ weight.T + bias)`, then the soft cap.
+
+    With a `split`, hidden states are those of this rank's tokens and the weight has its part of the vocabulary, but
+    results are of all tokens and of the whole vocabulary, with equal gradients on all ranks.
 
     A soft cap is `softcap * tanh(logits / softcap)`. Valid only while a loss function runs: the trainer then frees the
     gathered weight.
@@ -36,10 +50,22 @@ class LazyLogits:
     bias_V: torch.Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+    split: Split | None = None
 
     def dense(self) -> torch.Tensor:
         """Return the logits `[N, V]` with gradient: float32, float64 if the model computes in it."""
-        return self.block(0, self.weight_VH.shape[0])
+        hidden_NH, split = self.hidden_NH, self.split
+        if split is None or not split.num_tokens:
+            return self.block(0, self.weight_VH.shape[0])
+        if split.vocabulary is not None:
+            hidden_NH = _SummedGradient.apply(hidden_NH, split.vocabulary)
+        logits_NV = replace(self, hidden_NH=hidden_NH).block(0, self.weight_VH.shape[0])
+        if split.vocabulary is not None:
+            each = -(-split.num_ids // dist.get_world_size(split.vocabulary))
+            logits_NV = rows_of_all(logits_NV.T, split.vocabulary, each, split.num_ids).T
+        if split.tokens is not None:
+            logits_NV = rows_of_all(logits_NV, split.tokens, len(self.hidden_NH), split.num_tokens)
+        return logits_NV
 
     def block(self, start: int, stop: int) -> torch.Tensor:
         """Return the logits `[N, K]` of the tokens from `start` to `stop`."""
@@ -110,6 +136,7 @@ class _Settings:
     softcap: float | None
     with_entropy: bool
     entropy_grad: bool
+    vocabulary: dist.ProcessGroup | None  # of ranks with parts of it
 
 
 class _LogprobsAndEntropy(torch.autograd.Function):
@@ -137,6 +164,9 @@ class _LogprobsAndEntropy(torch.autograd.Function):
             if settings.with_entropy:
                 normalizer_N, entropy_N = _add_entropy(normalizer_N, entropy_N, block.scaled_NK)
             del block  # free it before the next block is computed
+        if settings.vocabulary is not None:
+            parts = picked_N, kept_normalizer_N, normalizer_N, entropy_N
+            picked_N, kept_normalizer_N, normalizer_N, entropy_N = _of_vocabulary(*parts, settings.vocabulary)
         if kept is None and settings.with_entropy:
             kept_normalizer_N = normalizer_N
         ctx.settings, ctx.kept = settings, kept
@@ -179,7 +209,10 @@ class _LogprobsAndEntropy(torch.autograd.Function):
             if grad_weight_VH is not None:
                 torch.mm(rounded_NK.t(), hidden_NH, out=grad_weight_VH[columns])
             del block, d_NK, rounded_NK, slope_NK, by_entropy_NK  # free them before the next block
-        grad_hidden_NH = None if grad_hidden_NH is None else grad_hidden_NH.to(hidden_NH.dtype)
+        if grad_hidden_NH is not None:
+            if settings.vocabulary is not None:
+                dist.all_reduce(grad_hidden_NH, group=settings.vocabulary)
+            grad_hidden_NH = grad_hidden_NH.to(hidden_NH.dtype)
         return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None
 
 
@@ -199,6 +232,79 @@ def _add_entropy(
     return union_N, before_N * entropy_N + block_N * entropy_of_block_N + choice_N
 
 
+def _of_vocabulary(
+    picked_N: torch.Tensor,
+    kept_normalizer_N: torch.Tensor,
+    normalizer_N: torch.Tensor,
+    entropy_N: torch.Tensor,
+    group: dist.ProcessGroup,
+) -> tuple[torch.Tensor, ...]:
+    """Return the label's logit, both normalizers and the entropy of the whole vocabulary, from those of its parts."""
+    largest_2N = torch.stack([kept_normalizer_N, normalizer_N])
+    dist.all_reduce(largest_2N, dist.ReduceOp.MAX, group=group)
+    largest_2N = largest_2N.clamp(min=torch.finfo(largest_2N.dtype).min)  # -inf where none is computed
+    shares_2N = (torch.stack([kept_normalizer_N, normalizer_N]) - largest_2N).exp()
+    sums_3N = torch.cat([shares_2N, picked_N[None]])
+    dist.all_reduce(sums_3N, group=group)
+    whole_2N = largest_2N + sums_3N[:2].log()
+    share_N = (normalizer_N - whole_2N[1]).exp().nan_to_num(0.0)
+    entropy_N = share_N * entropy_N + torch.special.entr(share_N)  # as in _add_entropy
+    dist.all_reduce(entropy_N, group=group)
+    return sums_3N[2], whole_2N[0], whole_2N[1], entropy_N
+
+
+class _SummedGradient(torch.autograd.Function):
+    """The identity; its gradient is the sum over a group of ranks that go on with the same tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return values.view_as(values)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _RowsOfAll(torch.autograd.Function):
+    """Rows of all ranks of a group. Every rank goes on with all of them, so its own have the whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, group: dist.ProcessGroup, each: int) -> torch.Tensor:
+        ctx.first, ctx.num = dist.get_rank(group) * each, len(own)
+        padded = own.new_zeros(each, *own.shape[1:])
+        padded[: len(own)] = own
+        every = own.new_empty(dist.get_world_size(group), *padded.shape)
+        dist.all_gather(list(every), padded, group=group)
+        return every.flatten(0, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return gradient[ctx.first : ctx.first + ctx.num], None, None
+
+
+def rows_of_all(own: torch.Tensor, group: dist.ProcessGroup, each: int, num: int) -> torch.Tensor:
+    """Return the `num` rows of the ranks of a group, which have `each` as far as there are so many (collective)."""
+    every: torch.Tensor = _RowsOfAll.apply(own, group, each)
+    return every[:num]
+
+
+def _own_tokens(
+    labels: torch.Tensor, kept: KeptSets | None, group: dist.ProcessGroup, each: int
+) -> tuple[torch.Tensor, KeptSets | None]:
+    """Return the labels of this rank's tokens and their kept sets; a rank has `each`."""
+    own = slice(dist.get_rank(group) * each, (dist.get_rank(group) + 1) * each)
+    if kept is not None:
+        bounds_N = torch.cat([kept.counts_N.new_zeros(1), kept.counts_N.cumsum(0)])
+        first, stop = bounds_N[[min(own.start, len(labels)), min(own.stop, len(labels))]].tolist()
+        kept = KeptSets(kept.ids_M[first:stop], kept.counts_N[own])
+    return labels[own], kept
+
+
 def gather_logprobs_entropy(
     logits: LazyLogits,
     labels: torch.Tensor,
@@ -212,8 +318,23 @@ def gather_logprobs_entropy(
 
     Entropies carry a gradient only with `entropy_grad`.
     """
-    settings = _Settings(temperature, logits.scale, logits.softcap, with_entropy, entropy_grad)
-    return _LogprobsAndEntropy.apply(logits.hidden_NH, logits.weight_VH, logits.bias_V, labels, kept, settings)
+    split, hidden_NH = logits.split or Split(len(labels)), logits.hidden_NH
+    each = len(hidden_NH)
+    if split.tokens is not None:
+        labels, kept = _own_tokens(labels, kept, split.tokens, each)
+        hidden_NH = hidden_NH[: len(labels)]  # without the padding that ends the tokens
+    if split.first_id:
+        labels, kept = (
+            labels - split.first_id,
+            None if kept is None else kept._replace(ids_M=kept.ids_M - split.first_id),
+        )
+    scale, softcap, group = logits.scale, logits.softcap, split.vocabulary
+    settings = _Settings(temperature, scale, softcap, with_entropy, entropy_grad, group)
+    found = _LogprobsAndEntropy.apply(hidden_NH, logits.weight_VH, logits.bias_V, labels, kept, settings)
+    if split.tokens is None:
+        return found
+    logprobs_N, entropy_N = (rows_of_all(one, split.tokens, each, split.num_tokens) for one in found)
+    return logprobs_N, entropy_N
 
 
 def gather_logprobs(

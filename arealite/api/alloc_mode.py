@@ -3,7 +3,10 @@
     mode    = servers beside dims | dims beside servers | servers "+eval" | servers | dims
     beside  = "+" | "|"
     servers = backend "." dims, e.g. sglang.d4
-    dims    = one or more of d<N> (data), p<N> (pipeline), t<N> or m<N> (tensor), each at most once; a missing one is 1
+    dims    = one or more of d<N> (data), p<N> (pipeline), t<N> or m<N> (tensor), and for trainers c<N> (context) and
+              e<N> (expert), each at most once; a missing one is 1
+
+A trainer has d x p x c x t ranks; e is the number of them that share the experts of a layer.
 
 With "+" each side has devices of its own; with "|" both have the same, one in lite.d1|d1. A side that is absent has no
 replicas: data size 0.
@@ -21,7 +24,7 @@ from arealite.utils.terminal import nearest
 
 COLOCATED_BACKEND = "lite"
 """Its server runs in the trainer's process; others on the trainer's devices sleep while it computes."""
-_DIMENSIONS = {"d": "data", "p": "pipeline", "t": "tensor", "m": "tensor"}
+_DIMENSIONS = {"d": "data", "p": "pipeline", "t": "tensor", "m": "tensor", "c": "context", "e": "expert"}
 
 
 _FORMS = {(1, 0, ""), (0, 1, ""), (1, 1, "+"), (1, 0, "+"), (1, 1, "|")}
@@ -30,19 +33,45 @@ _FORMS = {(1, 0, ""), (0, 1, ""), (1, 1, "+"), (1, 0, "+"), (1, 1, "|")}
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """Sizes of one side; `data` replicas of `pipeline` x `tensor` workers each."""
+    """Sizes of one side; `data` replicas of `pipeline` x `context` x `tensor` workers each.
+
+    Ranks are numbered with the pipeline stage first, then data, context, and tensor last, so that the ranks of a
+    tensor-parallel group are neighbours.
+    """
 
     data: int = 1
     pipeline: int = 1
     tensor: int = 1
+    context: int = 1
+    expert: int = 1
+
+    @classmethod
+    def from_str(cls, text: str) -> ParallelSizes:
+        """Parse sizes such as `d2t2`; ConfigError names what is wrong."""
+        return _sizes(text, text)
 
     @property
     def world_size(self) -> int:
         """Workers of all replicas."""
-        return self.data * self.pipeline * self.tensor
+        return self.data * self.block_size
+
+    @property
+    def block_size(self) -> int:
+        """Workers of one replica: they compute on the same rows."""
+        return self.pipeline * self.context * self.tensor
+
+    def data_rank(self, rank: int) -> int:
+        """Return the number of the replica to which a rank belongs."""
+        return rank // (self.context * self.tensor) % self.data
+
+    def is_last(self, rank: int) -> bool:
+        """Return whether a rank is the last one of its replica, which has the last stage and so sees losses."""
+        num_behind = self.world_size - 1 - rank
+        return num_behind % (self.context * self.tensor) == 0 and num_behind < self.world_size // self.pipeline
 
     def __str__(self) -> str:
-        return f"d{self.data}p{self.pipeline}t{self.tensor}"
+        more = "".join(f"{letter}{size}" for letter, size in (("c", self.context), ("e", self.expert)) if size > 1)
+        return f"d{self.data}p{self.pipeline}t{self.tensor}{more}"
 
 
 _ABSENT = ParallelSizes(data=0)
@@ -70,6 +99,8 @@ class AllocationMode:
             _fail(text, f"{kind!r} without a dot and sizes", f"Write e.g. {kind}.d4.")
         gen = _sizes(text, servers[0].partition(".")[2]) if servers else _ABSENT
         train = _sizes(text, trainers[0]) if trainers else _ABSENT
+        if gen.context > 1 or gen.expert > 1:
+            _fail(text, f"servers of {gen}", "Write c and e behind '+' alone: servers have their own options.")
         beside = "".join(re.findall(r"[+|]", text))
         if (len(servers), len(trainers), beside) not in _FORMS:
             _fail(text, text, "Write e.g. sglang.d4+d4, sglang.d4|d4, sglang.d4+eval, sglang.d4 or d4.")
@@ -147,12 +178,17 @@ class AllocationMode:
 
 def _sizes(text: str, part: str) -> ParallelSizes:
     """Parse sizes such as d4p1t1."""
-    found = re.findall(r"([dptm])([1-9][0-9]*)", part)
+    found = re.findall(r"([dptmce])([1-9][0-9]*)", part)
     sizes = {_DIMENSIONS[letter]: int(size) for letter, size in found}
     if not found or len(sizes) < len(found) or "".join(map("".join, found)) != part:
-        change = "Write at least one of d<N> (data), p<N> (pipeline) and t<N> or m<N> (tensor), each once, N from 1 on."
-        _fail(text, f"sizes {part!r}", change)
-    return ParallelSizes(**sizes)
+        change = "Write at least one of d<N> (data), p<N> (pipeline), t<N> or m<N> (tensor), c<N> (context) and e<N> "
+        _fail(text, f"sizes {part!r}", f"{change}(expert), each once, N from 1 on.")
+    parsed = ParallelSizes(**sizes)
+    num_ranks = parsed.world_size // parsed.pipeline
+    if num_ranks % parsed.expert or (parsed.expert > 1 and parsed.expert % parsed.tensor):
+        change = f"Write an e that divides d x c x t = {num_ranks} and is a multiple of t."
+        _fail(text, f"e{parsed.expert} of {part!r}", change)
+    return parsed
 
 
 def _fail(text: str, got: str, change: str) -> NoReturn:

@@ -25,6 +25,7 @@ import torch
 from tensordict import TensorDict
 from torch.nn.utils.rnn import pad_sequence
 
+from arealite.api.alloc_mode import ParallelSizes
 from arealite.api.cli_args import DatasetConfig
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import PromptId
@@ -147,36 +148,48 @@ def sft_batches(
     rank: int | None = None,
     world_size: int | None = None,
     *,
+    parallel: str = "",
     processor: Any = None,
 ) -> Iterator[TensorDict]:
     """Yield this rank's share of each global batch of demonstrations: a batch is the same on any number of ranks.
 
     Shares have about equal tokens, so not equally many rows: ranks wait for the one with the most. Without `drop_last`,
-    the last share of an epoch may have no rows. `rank` and `world_size` default to torchrun's.
+    the last share of an epoch may have no rows. `rank` and `world_size` default to torchrun's; `parallel` is the
+    model's (`config.model.parallel`), since the ranks of a replica train on the same rows.
     `processor` makes patches of the images of rows that have some.
     """
-    return (sft_collate(rows, pad_token_id, processor) for rows in _shares(loader, rank, world_size))
+    return (sft_collate(rows, pad_token_id, processor) for rows in _shares(loader, rank, world_size, parallel))
 
 
 def pair_batches(
-    loader: PromptLoader, pad_token_id: int, rank: int | None = None, world_size: int | None = None
+    loader: PromptLoader,
+    pad_token_id: int,
+    rank: int | None = None,
+    world_size: int | None = None,
+    *,
+    parallel: str = "",
 ) -> Iterator[TensorDict]:
     """Yield this rank's share of each global batch of pairs: row 2i is chosen, row 2i + 1 rejected.
 
     See `sft_batches`; a batch and its share are counted in pairs, and `group_index` is the pair's.
     """
-    for rows in _shares(loader, rank, world_size):
+    for rows in _shares(loader, rank, world_size, parallel):
         batch = sft_collate([answer for row in rows for answer in row["pair"]], pad_token_id)
         batch["group_index"] = torch.arange(len(batch)) // 2  # micro-batches keep a pair together
         yield batch
 
 
-def _shares(loader: PromptLoader, rank: int | None, world_size: int | None) -> Iterator[list[dict[str, Any]]]:
+def _shares(
+    loader: PromptLoader, rank: int | None, world_size: int | None, parallel: str
+) -> Iterator[list[dict[str, Any]]]:
     rank = int(os.environ.get("RANK", "0")) if rank is None else rank
     world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
+    if parallel:
+        sizes = ParallelSizes.from_str(parallel)
+        rank, world_size = sizes.data_rank(rank), sizes.data
     if loader.batch_size < world_size:
         raise ValueError(
-            f"batch_size must be at least the number of ranks: got {loader.batch_size} and {world_size}. Raise it."
+            f"batch_size must be at least the number of shares: got {loader.batch_size} and {world_size}. Raise it."
         )
     for rows in loader:  # every rank reads them all: 7 ms for 128 rows of 1,800 tokens
         lengths = [sum(len(answer["input_ids"]) for answer in row.get("pair", [row])) for row in rows]

@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
-from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
-from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from arealite.api.alloc_mode import ParallelSizes
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.engine_api import TrainEngine
 from arealite.api.errors import CheckpointError, ConfigError
@@ -34,6 +33,11 @@ from arealite.engine.checkpointing import CheckpointedEngine
 from arealite.engine.metrics import UpdateCosts
 from arealite.engine.optimizer import LRSchedule, make_adamw, optimizer_state
 from arealite.engine.packed_attention import pick_attention, sequence_bounds, vision_inputs
+from arealite.engine.parallel.context import over_context, own_slice
+from arealite.engine.parallel.layers import check_sizes, with_experts
+from arealite.engine.parallel.mesh import Mesh
+from arealite.engine.parallel.pipeline import Pipeline
+from arealite.engine.parallel.shards import clip_gradients, copy_from_rank0, shard, sum_gradients
 from arealite.utils import distributed, heartbeat, tensors, trace
 from arealite.utils.images import sees_images
 from arealite.utils.seeding import seed_everything
@@ -76,7 +80,8 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         self._frozen: dict[str, str] = {}  # fingerprint of the frozen weights, stored in checkpoints
         self.frozen_weights: FrozenWeights | None = None  # with LoRA: weights that servers get only once
         self._attention: str
-        self._outputs: Callable[[torch.Tensor], Any]  # hidden states to the argument of losses
+        self._outputs: Callable[[torch.Tensor, int], Any]  # hidden states to the argument of losses
+        self.mesh: Mesh
         self.model: PreTrainedModel
 
     # Life
@@ -99,34 +104,43 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
             raise
 
     def _build(self, ft_spec: FinetuneSpec | None, policy: FSDPEngine | None) -> None:
-        has_gpu = torch.cuda.is_available()
+        has_gpu, num_ranks = torch.cuda.is_available(), dist.get_world_size()
         self.device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
-        seed_everything(self.config.seed + dist.get_rank())
         if policy is not None and self.config.is_base_of(policy.config):
             self.model, self._outputs, self._attention = policy.model, policy._outputs, policy._attention
+            self.mesh, self._pipeline = policy.mesh, None  # which refuses adapters
             self._running = functools.partial(lora.without_adapters, policy.model)
             return
         self._attention, why = pick_attention(self.config.attn_impl, self.device, self.dtype)
         if dist.get_rank() == 0:
             level = logging.INFO if has_gpu else logging.DEBUG  # a CPU has only one implementation
             logger.log(level, "attention of %s: %s, %s", self.config.path, self._attention, why)
-        has_value_head = self.has_value_head
-        self.model = hf_model.build_meta_model(self.config.path, self._attention, has_value_head=has_value_head)
+        has_value_head, sizes = self.has_value_head, ParallelSizes.from_str(self.config.parallel or f"d{num_ranks}")
+        attention = self._attention if sizes.context == 1 else over_context(self._attention)
+        self.model = hf_model.build_meta_model(self.config.path, attention, has_value_head=has_value_head)
+        check_sizes(self.model, sizes)
+        num_copies, timeout = self.config.fsdp.dp_replicate, timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+        self.mesh = Mesh(with_experts(self.model, sizes), self.device, timeout, num_copies=num_copies)
+        seed_everything(self.config.seed + self.mesh.data_rank)
         if self.config.lora is not None:
             lora.add_adapters(self.model, self.config)
         if self.config.disable_dropout:
             hf_model.disable_dropout(self.model)
-        outputs_of = hf_model.values_of if has_value_head else hf_model.logits_of
-        self._outputs = outputs_of(self.model)
+        if has_value_head:
+            self._outputs = hf_model.values_of(self.model, self.mesh.context)
+        else:
+            self._outputs = hf_model.logits_of(self.model, self.mesh.context, self.mesh.tensor)
         hf_model.return_hidden_states(self.model)
-        hf_model.shard(self.model, self.config, self.device)
+        if self.config.optimizer is not None:
+            self.costs = UpdateCosts(self.model, self.device, self.dtype, self.mesh.sizes.block_size)
+        self._partial = shard(self.model, self.config, self.device, self.mesh)
+        self._pipeline = Pipeline(self.model, self.mesh, self.dtype) if self.mesh.stages is not None else None
         self.model.to_empty(device="cpu" if self.config.fsdp.offload_params else self.device)
         self._copy_whole_model(self.config.path, self.config.init_from_scratch)
         if self.config.optimizer is not None:
             self.optimizer = make_adamw(self.model.parameters(), self.config.optimizer)
             total_steps = None if ft_spec is None else ft_spec.total_train_steps
             self.lr_schedule = LRSchedule(self.optimizer, self.config.optimizer, total_steps)
-            self.costs = UpdateCosts(self.model, self.device, self.dtype)
             self._join_state_group()
 
     def _copy_whole_model(self, path: str, init_from_scratch: bool = False) -> None:
@@ -144,7 +158,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
                 lora.read_adapter(whole, path)
             return whole
 
-        hf_model.copy_from_rank0(self.model, distributed.on_rank_0(load, self._group), self.device)
+        copy_from_rank0(self.model, distributed.on_rank_0(load, self._group), self.device)
         if self.config.lora is not None:
             frozen = fsdp_weights.fingerprint_shards(self.model, only_frozen=True)
             self._frozen = {"frozen": f"{frozen} with adapters of alpha {self.config.lora.alpha}"}
@@ -163,13 +177,15 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
     def _leave_groups(self) -> None:
         for group in filter(None, (self._group, self._state_group)):
             dist.destroy_process_group(group)
+        if hasattr(self, "mesh") and self._running is contextlib.nullcontext:  # else it is the policy's
+            self.mesh.leave()
         self._group = self._state_group = None
         distributed.leave_default_group()
 
     @property
     def parallelism_group(self) -> dist.ProcessGroup:
-        assert self._group is not None, "initialize comes first"
-        return self._group
+        """The ranks that have other rows than this one and its block; sums over it are sums over the batch."""
+        return self.mesh.data
 
     @property
     def model_config(self) -> PretrainedConfig:
@@ -209,18 +225,12 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         micro_batches, weights, total_weight = self._weigh(input_, loss_weight_fn, rows_per_unit)
         self._has_trained = True
         self.optimizer.zero_grad()
-        losses = []
-        for index, (micro_batch, weight) in enumerate(zip(micro_batches, weights)):
-            is_last = index == len(micro_batches) - 1
-            self.model.set_requires_gradient_sync(is_last or not self.config.fsdp.reduce_once)
-            self.model.set_requires_all_reduce(is_last)  # replicas (HSDP) reduce their shards once
-            with trace.span("micro-batch", tokens=micro_batch.num_tokens):
-                loss = self._weighted_loss(micro_batch, weight, loss_fn)
-                # FSDP averages gradients over ranks.
-                (loss * (dist.get_world_size() / max(total_weight, 1e-12))).backward()
-            losses.append(loss.detach())
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.gradient_clipping)
-        grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        scale = self.mesh.num_shards / max(total_weight, 1e-12)  # FSDP averages gradients over ranks
+        losses = self._run(micro_batches, functools.partial(self._weighted_loss, loss_fn), weights, scale)
+        if self.mesh.tensor is not None:
+            sum_gradients(map(self.model.get_parameter, self._partial), self.mesh.tensor.get_group())
+        largest = self.config.optimizer.gradient_clipping
+        grad_norm = clip_gradients(self.model.parameters(), largest, self.mesh)
         mean_loss = self._mean_over_ranks(losses, total_weight)
         is_sound = total_weight > 0 and math.isfinite(grad_norm) and math.isfinite(mean_loss)
         if is_sound:
@@ -244,7 +254,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
     ) -> float:
         self.eval()
         micro_batches, weights, total_weight = self._weigh(input_, loss_weight_fn, rows_per_unit)
-        losses = [self._weighted_loss(mb, weight, loss_fn) for mb, weight in zip(micro_batches, weights)]
+        losses = self._run(micro_batches, functools.partial(self._weighted_loss, loss_fn), weights)
         self.model.reshard()
         return self._mean_over_ranks(losses, total_weight)
 
@@ -252,13 +262,15 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
     @torch.no_grad()
     def forward(self, input_: TensorDict, post_hook: Callable[[Any, TensorDict], torch.Tensor]) -> torch.Tensor:
         self.eval()
-        micro_batches, values = self._split(input_), []
-        for micro_batch in micro_batches:
-            hidden_NH, packed = self._hidden_states(micro_batch)
-            if micro_batch.num_tokens:
-                values.append(post_hook(self._outputs(hidden_NH), packed))
+        micro_batches = self._split(input_)
+
+        def finish(hidden_NH: torch.Tensor, packed: TensorDict, num_tokens: int, _: float) -> torch.Tensor:
+            return post_hook(self._outputs(hidden_NH, num_tokens), packed) if num_tokens else hidden_NH[:0, 0]
+
+        values = self._run(micro_batches, finish)
         self.model.reshard()
-        return tensors.unpack_rows(values, [mb for mb in micro_batches if mb.num_tokens], input_)
+        pairs = [(value, one) for value, one in zip(values, micro_batches, strict=True) if one.num_tokens]
+        return tensors.unpack_rows([value for value, _ in pairs], [one for _, one in pairs], input_)
 
     def step_lr_scheduler(self) -> None:
         if self._has_trained:  # scripts may call this after `ppo_update` or `train_lm`, which did already
@@ -269,7 +281,9 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         """Pack this rank's rows into micro-batches; every rank gets the same number, so that collectives match."""
         lengths, spec = tensors.unit_lengths(input_["attention_mask"], rows_per_unit), self.config.mb_spec
         count = tensors.count_micro_batches(lengths, spec.n_mbs, spec.max_tokens_per_mb)
-        (count_on_all,) = distributed.all_reduce_numbers([count], dist.ReduceOp.MAX, self._group)
+        count = max(count, self.mesh.sizes.pipeline)  # to fill the stages; some may be empty
+        (count_on_all,) = distributed.all_reduce_numbers([count], dist.ReduceOp.MAX, self.mesh.data)
+        self.mesh.require_same_rows(input_)
         groups = tensors.split_rows(lengths, int(count_on_all), spec.max_tokens_per_mb, rows_per_unit=rows_per_unit)
         return [tensors.pack_rows(input_, rows) for rows in groups]
 
@@ -279,41 +293,91 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         """Split a batch; return the micro-batches, their weights and the total over all ranks."""
         micro_batches = self._split(input_, rows_per_unit)
         weights = [float(loss_weight_fn(mb.packed)) if mb.num_tokens else 0.0 for mb in micro_batches]
-        (total,) = distributed.all_reduce_numbers([sum(weights)], group=self._group)
+        (total,) = distributed.all_reduce_numbers([sum(weights)], group=self.mesh.data)
         return micro_batches, weights, total
 
-    def _weighted_loss(self, micro_batch: MicroBatch, weight: float, loss_fn: LossFn) -> torch.Tensor:
-        """Return mean loss times weight; 0 with a zero gradient for a micro-batch without weight."""
-        hidden_NH, packed = self._hidden_states(micro_batch)
-        if weight == 0:  # a zero-token forward pass: this rank must join the reduction of every gradient
-            nothing = self._outputs(hidden_NH[:0])
-            return hidden_NH[:0].sum() + (nothing if self.has_value_head else nothing.dense()).sum()
-        return loss_fn(self._outputs(hidden_NH), packed) * weight
+    def _run(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        finish: Callable[[torch.Tensor, TensorDict, int, float], torch.Tensor],
+        weights: Sequence[float] | None = None,
+        scale: float = 1.0,
+    ) -> list[torch.Tensor]:
+        """Run the model on micro-batches; return what `finish` makes of hidden states, columns, tokens and weight.
 
-    def _hidden_states(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, TensorDict]:
-        """Return hidden states `[N, H]` of a micro-batch; an empty micro-batch runs on one token, which is dropped."""
-        packed = tensors.on_device(micro_batch.packed, self.device)
-        num_tokens = micro_batch.num_tokens
+        Where gradients are enabled, `finish` returns a loss, and the backward pass of it times `scale` follows.
+        """
+        is_training, results = torch.is_grad_enabled(), []
+        columns = [tensors.on_device(one.packed, self.device) for one in micro_batches] if self._pipeline else []
+        weights = weights or [0.0] * len(micro_batches)
+        if self._pipeline is not None:
+            length = max(1, *(one.num_tokens for one in micro_batches))
+            inputs = [self._inputs(one, packed, length) for one, packed in zip(micro_batches, columns, strict=True)]
+
+            def finish_one(index: int, hidden_NH: torch.Tensor) -> torch.Tensor:
+                num_tokens = micro_batches[index].num_tokens
+                return finish(self._own(hidden_NH, num_tokens), columns[index], num_tokens, weights[index])
+
+            return self._pipeline.run(inputs, finish_one, scale)
+        for index, (micro_batch, weight) in enumerate(zip(micro_batches, weights, strict=True)):
+            packed, num_tokens = tensors.on_device(micro_batch.packed, self.device), micro_batch.num_tokens
+            with trace.span("micro-batch", tokens=num_tokens) if is_training else contextlib.nullcontext():
+                if is_training:
+                    is_last = index == len(micro_batches) - 1
+                    self.model.set_requires_gradient_sync(is_last or not self.config.fsdp.reduce_once)
+                    self.model.set_requires_all_reduce(is_last)  # replicas (HSDP) reduce their shards once
+                with self._running():
+                    hidden = self.model(**self._inputs(micro_batch, packed), use_cache=False)
+                heartbeat.tick()
+                result = finish(self._own(hidden[0], num_tokens), packed, num_tokens, weight)
+                if is_training:
+                    (result * scale).backward()
+            results.append(result.detach())
+        return results
+
+    def _own(self, hidden_NH: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Return hidden states without those of padding; slices of the tokens (c) keep it, to be of equal length."""
+        return hidden_NH if self.mesh.context is not None and num_tokens else hidden_NH[:num_tokens]
+
+    def _weighted_loss(
+        self, loss_fn: LossFn, hidden_NH: torch.Tensor, packed: TensorDict, num_tokens: int, weight: float
+    ) -> torch.Tensor:
+        """Return mean loss times weight; 0 with a zero gradient for a micro-batch without weight."""
+        if weight == 0:  # a zero-token forward pass: this rank must join the reduction of every gradient
+            nothing = self._outputs(hidden_NH[:0], 0)
+            return hidden_NH[:0].sum() + (nothing if self.has_value_head else nothing.dense()).sum()
+        return loss_fn(self._outputs(hidden_NH, num_tokens), packed) * weight
+
+    def _inputs(self, micro_batch: MicroBatch, packed: TensorDict, length: int = 0) -> dict[str, Any]:
+        """Return the inputs of the model: a micro-batch's tokens padded to `length`, or this rank's slice of them.
+
+        An empty micro-batch runs on one token per rank, which is dropped.
+        """
         inputs: dict[str, Any] = {key: packed[key] for key in ("input_ids", "position_ids")}
         lengths = real = [length for length in micro_batch.packed["cu_seqlens"].diff().tolist() if length]
         if sees_images(self.model.config):
             inputs, lengths = vision_inputs(packed, lengths, self.model.config)
-        elif num_tokens == 0:
-            inputs = dict.fromkeys(inputs, torch.zeros(1, dtype=torch.long, device=self.device))
-            lengths = [1]
+        num_tokens, num_slices = inputs["input_ids"].numel(), self.mesh.sizes.context
+        padding = max(num_tokens, length, 1)
+        padding += -padding % num_slices - num_tokens
+        if padding:  # a sequence of its own
+            positions = torch.arange(padding, device=self.device)
+            inputs["input_ids"] = torch.nn.functional.pad(inputs["input_ids"], (0, padding))
+            inputs["position_ids"] = torch.cat([inputs["position_ids"], positions])
+            lengths = [*lengths, padding]
         if torch.is_grad_enabled():
             self.costs.add(real, inputs["input_ids"].numel())
-        inputs |= {"input_ids": inputs["input_ids"][None], "position_ids": inputs["position_ids"].unsqueeze(-2)}
         bounds = sequence_bounds(self._attention, lengths, self.device)
-        with self._running():
-            hidden = self.model(**inputs, use_cache=False, **bounds)
-        heartbeat.tick()
-        return hidden[0, :num_tokens], packed
+        if self.mesh.context is not None:
+            inputs = {key: own_slice(value, self.mesh.context) for key, value in inputs.items()}
+            bounds["context_group"] = self.mesh.context
+        inputs |= {"input_ids": inputs["input_ids"][None], "position_ids": inputs["position_ids"].unsqueeze(-2)}
+        return inputs | bounds
 
     def _mean_over_ranks(self, losses: Sequence[torch.Tensor], total_weight: float) -> float:
         """Return the mean over all ranks of the weighted losses; the only device sync of losses in a step."""
         local_sum = float(sum(loss.double() for loss in losses))
-        (total,) = distributed.all_reduce_numbers([local_sum], group=self._group)
+        (total,) = distributed.all_reduce_numbers([local_sum], group=self.mesh.data)
         return total / total_weight if total_weight else 0.0
 
     # Weights
@@ -357,14 +421,13 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a `state_dict` that was read from a checkpoint of any number of ranks."""
+        """Restore a `state_dict` into which a checkpoint of any layout of ranks was read."""
         self._begin_change()
         if any(state[key] != ours for key, ours in self._frozen.items()):
             raise CheckpointError(
                 "a checkpoint with LoRA must be of the same weights in path, dtype, lora.alpha and target_modules: got "
                 "other weights. Use the configuration of the run, and the model that it started from."
             )
-        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
         self.lr_schedule.set_step(int(state["num_steps"]))
         self.set_version(int(state["version"]))
 

@@ -17,22 +17,16 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from arealite.api.errors import CheckpointError
 from arealite.api.io_struct import ParamSpec, WeightUpdateMeta
-from arealite.engine.hf_model import (
-    checkpoint_shapes,
-    gathered,
-    iter_full_params,
-    shapes_by_parameter,
-    write_checkpoint,
-)
+from arealite.engine.hf_model import checkpoint_shapes, iter_full_params, shapes_by_parameter, write_checkpoint
 from arealite.engine.lora import adapter_parameters, changing_parameters, write_adapter
-from arealite.engine.optimizer import optimizer_state
+from arealite.engine.optimizer import AdamW, optimizer_state
+from arealite.engine.parallel.shards import every_parameter, gathered, is_split
 from arealite.utils.distributed import agreed, all_reduce, of_all_ranks, on_rank_0, raise_on_every_rank
 from arealite.utils.files import publish_folder
 from arealite.utils.fingerprint import fingerprint, fingerprints, model_fingerprint
@@ -58,7 +52,7 @@ def write_whole_model(model: PreTrainedModel, path: str, dtype: torch.dtype) -> 
 
 def write_whole_adapter(model: PreTrainedModel, path: str) -> None:
     """Write the adapter in PEFT's format, float32 (collective)."""
-    whole = ((name, gathered(one, torch.float32)) for name, one in adapter_parameters(model).items())
+    whole = ((name, gathered(one, torch.float32, model._mesh)) for name, one in adapter_parameters(model).items())
     state = {name: tensor.to("cpu", copy=True) for name, tensor in whole if not tensor.is_meta}
     on_rank_0(lambda: write_adapter(model, state, path))
 
@@ -159,19 +153,28 @@ def share_whole_model(model: PreTrainedModel, meta: WeightUpdateMeta, dtype: tor
 
 
 def fingerprint_shards(model: PreTrainedModel, *, only_frozen: bool = False) -> str:
-    """Return one fingerprint of all parameters, or of those that are frozen, without gathering them (collective).
+    """Return one fingerprint of all parameters, or of those that are frozen (collective).
 
-    A shard is a run of rows, hence of elements, and fingerprints of runs add up to that of the whole.
+    A shard of FSDP is a run of rows, hence of elements, and fingerprints of runs add up to that of the whole. What t or
+    e has split may have no such runs; it is gathered.
     """
     values: dict[str, int] = {}
-    for name, parameter in model.named_parameters():
+    first_rank = model._mesh.stage * model._mesh.ranks_of_stage
+    for name, parameter, place in every_parameter(model):
         if only_frozen and parameter.requires_grad:
+            continue
+        if place is not None:
+            values[name] = 0
             continue
         assert isinstance(parameter, DTensor), f"{name} must be sharded"
         mesh, num_rows = parameter.device_mesh, parameter.shape[0]
+        if is_split(parameter):
+            whole = gathered(parameter, parameter.dtype, model._mesh, first_rank)
+            values[name] = 0 if whole.is_meta else fingerprint(whole)
+            continue
         *copy, rank = mesh.get_coordinate() or ()  # with HSDP, of which copy of the model
         first_row = min(rank * -(-num_rows // mesh.size(-1)), num_rows)  # FSDP splits like torch.chunk
-        is_counted = not any(copy)
+        is_counted = not any(copy) and first_rank in mesh.mesh  # other ranks of t have the same
         local = parameter.to_local()
         values[name] = fingerprint(local, first_row * math.prod(parameter.shape[1:])) if is_counted else 0
     summands = torch.tensor([value - (value >> 63 << 64) for value in values.values()])  # int64 wraps as mod 2^64 does
@@ -227,24 +230,21 @@ def frozen_names(model: PreTrainedModel) -> frozenset[str]:
     return frozenset(checkpoint_shapes(model).keys() - checkpoint_shapes(model, is_partial=True).keys())
 
 
-def save_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, num_steps: int, path: str) -> None:
-    """Write optimizer state and schedule so that any number of ranks can read them (collective)."""
+def save_optimizer(model: PreTrainedModel, optimizer: AdamW, num_steps: int, path: str) -> None:
+    """Write optimizer state and schedule so that any layout of ranks can read them (collective)."""
     state = {"optimizer": optimizer_state(model, optimizer), "num_steps": num_steps}
     state_dict_saver.save(state, checkpoint_id=os.path.join(path, OPTIMIZER_FOLDER))
 
 
-def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, path: str) -> int:
+def load_optimizer(model: PreTrainedModel, optimizer: AdamW, path: str) -> int:
     """Read the state that `save_optimizer` wrote (collective); return the number of steps of the schedule."""
     folder = os.path.join(path, OPTIMIZER_FOLDER)
     state: dict[str, Any] = {"optimizer": optimizer_state(model, optimizer), "num_steps": 0}
-    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
-    num_saved = sum(key.startswith("optimizer.param_groups.") and key.endswith(".lr") for key in saved)
-    if num_saved != len(optimizer.param_groups):
+    try:
+        state_dict_loader.load(state, checkpoint_id=folder)
+    except CheckpointException as failed:
         raise CheckpointError(
-            f"{folder} must hold an optimizer of {len(optimizer.param_groups)} parameter groups (norms and biases do "
-            f"not decay): got {num_saved}, as older versions wrote. Load the weights alone (with_optim=False), or use "
-            "the version that saved it."
-        )
-    state_dict_loader.load(state, checkpoint_id=folder)
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+            f"{folder} must hold the moments of every parameter: got {next(iter(failed.failures.values()))[0]}. Load "
+            "the weights alone (with_optim=False), or use the version that saved it."
+        ) from failed
     return int(state["num_steps"])

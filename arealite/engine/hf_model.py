@@ -1,11 +1,7 @@
-"""Hugging Face models in training: built on the meta device, sharded, filled from rank 0, written as checkpoints.
+"""Hugging Face models in training: built on the meta device, written as checkpoints; `engine/parallel` shards them.
 
-Only rank 0 holds a whole model. Invariant: after `copy_from_rank0` all ranks have the parameters and buffers of rank
-0's model, including buffers that checkpoints omit.
-
-Each transformer layer is gathered separately; parameters outside of layers (embeddings, last norm, output layer) are
-gathered together. Loss functions get lazy logits from hidden states and the output layer, or the values of a
-classifier. Logits must be `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)`; other models are refused.
+Only rank 0 holds a whole model. Loss functions get lazy logits from hidden states and the output layer, or the values
+of a classifier. Logits must be `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)`, or a model is refused.
 """
 
 from __future__ import annotations
@@ -21,11 +17,8 @@ import torch
 import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
-from torch.autograd.graph import save_on_cpu
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
@@ -39,11 +32,10 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging as transformers_logging
 
-from arealite.algorithms.logprobs import LazyLogits
-from arealite.api.cli_args import FSDPEngineConfig, TrainEngineConfig
-from arealite.api.errors import ConfigError
+from arealite.algorithms.logprobs import LazyLogits, Split, rows_of_all
 from arealite.engine.lora import ADAPTER, HEAD, base_parameters, changing_parameters, is_adapter
 from arealite.engine.packed_attention import attention_of_parts, check_packable, decoder_states
+from arealite.engine.parallel.shards import gathered
 from arealite.utils.files import writing
 from arealite.utils.hf import as_in_checkpoint, auto_class, load_model, sdpa_required
 from arealite.utils.images import sees_images
@@ -142,23 +134,6 @@ def is_classifier(config: PreTrainedConfig) -> bool:
 
 
 @torch.no_grad()
-def copy_from_rank0(model: torch.nn.Module, whole: torch.nn.Module | None, device: torch.device) -> None:
-    """Fill a sharded model on every rank from the whole model that only rank 0 passes (collective)."""
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor), f"{name} must be sharded"
-        if whole is None:
-            full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-        else:
-            full = whole.get_parameter(name).to(device, parameter.dtype)
-        shard = distribute_tensor(full, parameter.device_mesh, parameter.placements)
-        parameter.to_local().copy_(shard.to_local())
-    for name, buffer in model.named_buffers():
-        values = buffer.to(device) if whole is None else whole.get_buffer(name).to(device, buffer.dtype)
-        dist.broadcast(values, src=0)
-        buffer.copy_(values)
-
-
-@torch.no_grad()
 def iter_full_params(
     model: PreTrainedModel, dtype: torch.dtype, *, is_partial: bool = False, owners: Sequence[int] = ()
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -167,38 +142,16 @@ def iter_full_params(
     Each is whole on one rank, by default 0, and on the meta device of others: `owners` are the ranks of all tensors,
     equal for those of a parameter. Tied embeddings come once.
     """
-    num_yielded = 0
-    for name, parameter, layer in (changing_parameters if is_partial else base_parameters)(model):
+    num_yielded, mesh = 0, model._mesh
+    for name, parameter, place, layer in (changing_parameters if is_partial else base_parameters)(model):
         owner = owners[num_yielded] if owners else 0
-        whole = gathered(parameter, dtype if layer is None else parameter.dtype, owner)
+        whole = gathered(parameter, dtype if layer is None else parameter.dtype, mesh, owner, place)
         if layer is not None:
-            a, b = (gathered(one[ADAPTER].weight, torch.float32, owner) for one in (layer.lora_A, layer.lora_B))
+            a, b = (gathered(one[ADAPTER].weight, torch.float32, mesh, owner) for one in (layer.lora_A, layer.lora_B))
             whole = torch.addmm(whole.float(), b, a, alpha=layer.scaling[ADAPTER]).to(dtype)
         tensors = as_in_checkpoint(model, {name: whole})
         num_yielded += len(tensors)
         yield from tensors.items()
-
-
-@torch.no_grad()
-def gathered(parameter: torch.Tensor, dtype: torch.dtype, owner: int = 0) -> torch.Tensor:
-    """Return a sharded parameter whole on rank `owner`, and on the meta device of others (collective)."""
-    assert isinstance(parameter, DTensor), "parameters must be sharded"
-    mesh = parameter.device_mesh
-    group = mesh.get_group(mesh.ndim - 1)  # with HSDP, of the ranks that share a copy of the model
-    num_shards, num_rows = dist.get_world_size(group), parameter.shape[0]
-    shard = parameter.to_local().to(device=mesh.device_type, dtype=dtype)
-    if num_shards == 1 and dist.get_rank() == owner:
-        return shard
-    if owner in dist.get_process_group_ranks(group):
-        rows_each = -(-num_rows // num_shards)  # FSDP splits like torch.chunk
-        padded = shard.new_zeros(rows_each, *shard.shape[1:])
-        padded[: len(shard)] = shard
-        if dist.get_rank() == owner:
-            whole = shard.new_empty(num_shards * rows_each, *shard.shape[1:])
-            dist.gather(padded, list(whole.split(rows_each)), dst=owner, group=group)
-            return whole[:num_rows]
-        dist.gather(padded, dst=owner, group=group)
-    return torch.empty(parameter.shape, dtype=dtype, device="meta")
 
 
 def checkpoint_shapes(model: PreTrainedModel, *, is_partial: bool = False) -> dict[str, tuple[int, ...]]:
@@ -209,7 +162,7 @@ def checkpoint_shapes(model: PreTrainedModel, *, is_partial: bool = False) -> di
 def shapes_by_parameter(model: PreTrainedModel, is_partial: bool = False) -> dict[str, dict[str, tuple[int, ...]]]:
     """Return, for each parameter, the shapes of its tensors in a checkpoint."""
     found: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, parameter, _ in (changing_parameters if is_partial else base_parameters)(model):
+    for name, parameter, _, _ in (changing_parameters if is_partial else base_parameters)(model):
         tensors = as_in_checkpoint(model, {name: torch.empty(parameter.shape, device="meta")})
         found[name] = {one: tuple(tensor.shape) for one, tensor in tensors.items()}
     return found
@@ -226,71 +179,6 @@ def write_checkpoint(model: PreTrainedModel, state: dict[str, torch.Tensor], pat
     if model.can_generate():
         # save_pretrained would refuse unusual settings
         model.generation_config.to_json_file(os.path.join(path, "generation_config.json"))
-
-
-def shard(model: PreTrainedModel, config: TrainEngineConfig, device: torch.device) -> None:
-    """Prepare the layers of a model on the meta device to run as configured, and shard it over all ranks."""
-    layers = _layers_to_wrap(model, config)
-    compiled = {*(model.get_decoder() if sees_images(model.config) else model).modules()}  # towers loop over images
-    for layer in layers:
-        if config.torch_compile and layer in compiled:
-            layer.forward = torch.compile(layer.forward, dynamic=True)
-        if config.gradient_checkpointing:
-            pins = device.type == "cuda" if config.activation_offloading else None
-            layer.forward = functools.partial(_recomputed, layer, layer.forward, pins)
-    offload = OffloadPolicy()
-    if config.fsdp.offload_params:
-        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    dtype, reduce_dtype = getattr(torch, config.dtype), getattr(torch, config.grad_reduce_dtype)
-    outer_dtype = torch.float32 if config.cast_lm_head_to_fp32 else dtype  # layers cast their inputs
-    mesh = _mesh(config.fsdp, device)
-    for module in (*layers, model):
-        precision = MixedPrecisionPolicy(outer_dtype if module is model else dtype, reduce_dtype)
-        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
-
-
-def _mesh(config: FSDPEngineConfig, device: torch.device) -> DeviceMesh:
-    """Return a mesh of all ranks, or of replicas times the ranks of a replica."""
-    num_ranks, num_copies = dist.get_world_size(), config.dp_replicate
-    if num_ranks % num_copies:
-        raise ConfigError(
-            f"fsdp.dp_replicate must divide the number of trainer ranks: got {num_copies} and {num_ranks}. Set it to "
-            "the number of nodes, or to 1."
-        )
-    if num_copies == 1:
-        return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("dp_shard",))
-    shape = (num_copies, num_ranks // num_copies)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
-
-
-def _layers_to_wrap(model: PreTrainedModel, config: TrainEngineConfig) -> list[torch.nn.Module]:
-    """Return the modules to shard separately: of the configured classes, else of those that the model declares."""
-    policy = config.fsdp.wrap_policy
-    names = set(model._no_split_modules or ())
-    if policy is not None and policy.transformer_layer_cls_to_wrap is not None:
-        names = set(policy.transformer_layer_cls_to_wrap)
-    layers = [module for module in model.modules() if type(module).__name__ in names]
-    if not layers:
-        raise ValueError(
-            f"fsdp.wrap_policy must name layer classes of {type(model).__name__}: got {sorted(names)}. "
-            "Set fsdp.wrap_policy.transformer_layer_cls_to_wrap to the class of its transformer layer."
-        )
-    return layers
-
-
-def _recomputed(
-    layer: torch.nn.Module, forward: Callable[..., Any], pins: bool | None, *args: Any, **kwargs: Any
-) -> Any:
-    """Run a layer; in training, keep only its input and recompute activations in the backward pass.
-
-    The input is offloaded to the host, in pinned memory if `pins`; it stays on the device if `pins` is None.
-    """
-    if not (layer.training and torch.is_grad_enabled()):
-        return forward(*args, **kwargs)
-    if pins is None:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-    with save_on_cpu(pin_memory=pins):
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def disable_dropout(model: PreTrainedModel) -> None:
@@ -320,17 +208,43 @@ def _hidden_states(decoder: torch.nn.Module, **inputs: Any) -> torch.Tensor:
     return decoder(**inputs).last_hidden_state
 
 
-def logits_of(model: PreTrainedModel) -> Callable[[torch.Tensor], LazyLogits]:
-    """Return the function from hidden states `[N, H]` to logits; call it before `return_hidden_states`."""
+def logits_of(
+    model: PreTrainedModel, context: dist.ProcessGroup | None = None, tensor: DeviceMesh | None = None
+) -> Callable[[torch.Tensor, int], LazyLogits]:
+    """Return the function from this rank's hidden states `[n, H]` of N tokens, and N, to logits.
+
+    Call it before `return_hidden_states`. The groups are those of c and t.
+    """
     scale, softcap = _probe(model)
     layer = model.get_output_embeddings()
-    return lambda hidden_NH: LazyLogits(hidden_NH, layer.weight, layer.bias, scale, softcap)
+
+    def logits(hidden_NH: torch.Tensor, num_tokens: int) -> LazyLogits:
+        weight, bias, split = layer.weight, layer.bias, None
+        if context is not None:
+            split = Split(num_tokens, context)
+        if isinstance(weight, DTensor):  # by t, once FSDP has gathered it
+            assert tensor is not None
+            first = tensor.get_local_rank() * -(-weight.shape[0] // tensor.size())
+            split = Split(num_tokens, context, tensor.get_group(), first, weight.shape[0])
+            weight, bias = weight.to_local(), None if bias is None else bias.to_local()
+        return LazyLogits(hidden_NH, weight, bias, scale, softcap, split)
+
+    return logits
 
 
-def values_of(model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the function from hidden states `[N, H]` to float32 values `[N]`."""
+def values_of(
+    model: PreTrainedModel, context: dist.ProcessGroup | None = None
+) -> Callable[[torch.Tensor, int], torch.Tensor]:
+    """Return the function from this rank's hidden states `[n, H]` of N tokens, and N, to float32 values `[N]`."""
     layer = model.get_submodule("score")
-    return lambda hidden_NH: (hidden_NH.float() @ layer.weight.float().T).squeeze(-1)
+
+    def values(hidden_NH: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        values_N = (hidden_NH.float() @ layer.weight.float().T).squeeze(-1)
+        if context is None or not num_tokens:
+            return values_N
+        return rows_of_all(values_N, context, len(values_N), num_tokens)
+
+    return values
 
 
 def _probe(model: PreTrainedModel) -> tuple[float, float | None]:

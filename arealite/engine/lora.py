@@ -20,6 +20,8 @@ from transformers import PreTrainedModel
 
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.errors import CheckpointError, ConfigError
+from arealite.engine.parallel.pipeline import Elsewhere
+from arealite.engine.parallel.shards import every_parameter
 from arealite.utils.files import writing
 
 HEAD = "score.weight"  # of a sequence classifier, in every model family; always fully trained
@@ -84,24 +86,25 @@ def _adapted_layers(model: torch.nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
-def base_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter, Any]]:
-    """Yield parameters with their names in the model without adapters, and the layer of an adapted weight."""
+def base_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, Elsewhere | None, Any]]:
+    """Yield parameters with their names in the model without adapters, their place if another stage has them, and the
+    layer of an adapted weight."""
     layers = _adapted_layers(model)
-    for name, parameter in model.named_parameters():
+    for name, parameter, place in every_parameter(model):
         if ".lora_" not in name:
             layer, _, leaf = name.rpartition(_BASE)
-            yield name.replace(_BASE, "."), parameter, layers[layer] if layer and leaf == "weight" else None
+            yield name.replace(_BASE, "."), parameter, place, layers[layer] if layer and leaf == "weight" else None
 
 
-def changing_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter, Any]]:
+def changing_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, Elsewhere | None, Any]]:
     """Yield the `base_parameters` that a partial update sends: trained ones, and all layers next to an adapted layer.
 
     vLLM fuses some of them (query, key and value) and can load them only together.
     """
     blocks = {name.rpartition(".")[0] for name in _adapted_layers(model)}
-    for name, parameter, layer in base_parameters(model):
+    for name, parameter, place, layer in base_parameters(model):
         if parameter.requires_grad or name.rpartition(".")[0].rpartition(".")[0] in blocks:
-            yield name, parameter, layer
+            yield name, parameter, place, layer
 
 
 def adapter_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

@@ -49,10 +49,13 @@ class MaskedMetrics:
             kept = torch.where(mask.bool(), value.double(), of_none)
             _merge(self._totals, {name: torch.stack([total(kept), count])})
 
-    def reduce(self, group: dist.ProcessGroup | None) -> dict[str, float]:
-        """Return the results over all ranks, which may have added different names (collective)."""
+    def reduce(self) -> dict[str, float]:
+        """Return the results over all ranks, which may have added different names (collective).
+
+        Ranks of a block have added the same values, or only those with the last stage have: means stay.
+        """
         totals: dict[str, torch.Tensor] = {}
-        for of_rank in of_all_ranks({name: entry.cpu() for name, entry in self._totals.items()}, group):
+        for of_rank in of_all_ranks({name: entry.cpu() for name, entry in self._totals.items()}):
             _merge(totals, of_rank)
         return {name: total.item() / max(count.item(), 1.0) for name, (total, count) in totals.items()}
 
@@ -154,8 +157,9 @@ _GIB = 2**30
 class UpdateCosts:
     """Counts the costs of each update of a rank."""
 
-    def __init__(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
-        self._device, config = device, model.config.get_text_config()
+    def __init__(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype, block_size: int = 1) -> None:
+        """`block_size` ranks share the work on a row; each counts the whole."""
+        self._device, config, self._block_size = device, model.config.get_text_config(), block_size
         self.flops_per_token = flops_per_token(model)
         heads, layers = config.num_attention_heads, config.num_hidden_layers
         self._width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -186,7 +190,7 @@ class UpdateCosts:
         self._num_tokens += sum(lengths)
         self._num_positions += num_positions
 
-    def take(self, group: dist.ProcessGroup | None) -> dict[str, float]:
+    def take(self) -> dict[str, float]:
         """Return the metrics of the micro-batches since the last call, equal on all ranks (collective).
 
         The memory is the peak since the last call on a GPU, and since the start of the process on a CPU.
@@ -194,13 +198,13 @@ class UpdateCosts:
         seconds = time.monotonic() - (self._began_s or time.monotonic())
         own, counts = sum(self._flops), [self._num_positions, self._num_positions - self._num_tokens]
         numbers = [seconds, self._peak_gib(), -own, *self._flops]
-        seconds, peak_gib, least, *largest = all_reduce_numbers(numbers, dist.ReduceOp.MAX, group)
-        whole, num_positions, num_padding = all_reduce_numbers([own, *counts], group=group)
-        num_ranks, busiest = dist.get_world_size(group), sum(largest)
+        seconds, peak_gib, least, *largest = all_reduce_numbers(numbers, dist.ReduceOp.MAX)
+        of_ranks, num_positions, num_padding = all_reduce_numbers([own, *counts])
+        num_ranks, busiest, whole = dist.get_world_size(), sum(largest), of_ranks / self._block_size
         self._reset()
         metrics = {
             "perf/model_tflops": whole / 1e12,
-            "perf/idle_share": 1.0 - whole / (num_ranks * busiest) if busiest else 0.0,
+            "perf/idle_share": 1.0 - of_ranks / (num_ranks * busiest) if busiest else 0.0,
             "perf/idle_share_max": 1.0 + least / busiest if busiest else 0.0,
             "perf/padding_share": num_padding / num_positions if num_positions else 0.0,
             "perf/memory_gib_max": peak_gib,

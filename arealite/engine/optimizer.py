@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from arealite.api.cli_args import OptimizerConfig
@@ -13,8 +13,15 @@ from arealite.api.cli_args import OptimizerConfig
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class AdamWBF16(torch.optim.AdamW):
-    """AdamW with moments stored in bfloat16; a step computes in float32, one parameter after the other."""
+class AdamW(torch.optim.AdamW):
+    """AdamW on this rank's parts of parameters, which may be split over different meshes; torch's refuses a mixture.
+
+    With bfloat16 moments a step computes in float32, one parameter after the other.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], moments: torch.dtype | None, **options: Any) -> None:
+        super().__init__(groups, **options)
+        self.moments = moments  # None is the dtype of the parameter
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -22,25 +29,24 @@ class AdamWBF16(torch.optim.AdamW):
         for group in self.param_groups:
             names, (beta1, beta2) = ("lr", "weight_decay", "eps", "maximize"), group["betas"]
             options: Any = {name: group[name] for name in names} | {"beta1": beta1, "beta2": beta2}
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = _started(self, parameter)
-                first, second = (state[name].float() for name in MOMENTS)
-                options |= {"state_steps": [state["step"]], "max_exp_avg_sqs": []}
-                adamw([parameter], [parameter.grad], [first], [second], fused=True, amsgrad=False, **options)
-                for name, moment in zip(MOMENTS, (first, second)):
-                    state[name].copy_(moment)
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load moments as bfloat16; torch casts them to the dtype of their parameter."""
-        super().load_state_dict(state_dict)
-        for state in self.state.values():
-            state.update({name: state[name].bfloat16() for name in MOMENTS if name in state})
+            every = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameters in [every] if self.moments is None else [[one] for one in every]:
+                states = [_started(self, one) for one in parameters]
+                kept = [[_local(state[name]) for state in states] for name in MOMENTS]
+                moments = [[one.float() for one in of_kind] for of_kind in kept] if self.moments else kept
+                options |= {"state_steps": [state["step"] for state in states], "max_exp_avg_sqs": []}
+                own, gradients = [_local(one) for one in parameters], [_local(one.grad) for one in parameters]
+                adamw(own, gradients, moments[0], moments[1], fused=True, amsgrad=False, **options)
+                for stored, computed in zip(kept, moments) if self.moments else ():
+                    stored[0].copy_(computed[0])
 
 
-def make_adamw(parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+def _local(tensor: Any) -> torch.Tensor:
+    part: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return part
+
+
+def make_adamw(parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig) -> AdamW:
     """Build AdamW over all trainable parameters; norms and biases (vectors) have no weight decay."""
     every = [parameter for parameter in parameters if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
@@ -53,25 +59,22 @@ def make_adamw(parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig
         "eps": config.eps,
         "weight_decay": config.weight_decay,
     }
-    cls = AdamWBF16 if config.type == "adam_bf16" else torch.optim.AdamW
-    return cls([group for group in groups if group["params"]], fused=True, **options)
+    moments = torch.bfloat16 if config.type == "adam_bf16" else None
+    return AdamW([group for group in groups if group["params"]], moments, fused=True, **options)
 
 
-def _started(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> dict[str, Any]:
+def _started(optimizer: AdamW, parameter: torch.nn.Parameter) -> dict[str, Any]:
     """Return the state of a parameter, initialised with 0 before the first step."""
     if parameter not in optimizer.state:
-        dtype = torch.bfloat16 if isinstance(optimizer, AdamWBF16) else parameter.dtype
-        moments = {name: torch.zeros_like(parameter, dtype=dtype) for name in MOMENTS}
+        moments = {name: torch.zeros_like(parameter, dtype=optimizer.moments) for name in MOMENTS}
         optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
     state: dict[str, Any] = optimizer.state[parameter]
     return state
 
 
-def optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state of AdamW by name, 0 before the first step (torch would take a step to initialise it)."""
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        _started(optimizer, parameter)
-    return get_optimizer_state_dict(model, optimizer)
+def optimizer_state(model: torch.nn.Module, optimizer: AdamW) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the state of AdamW by name of the parameter, 0 before the first step; reading into it restores it."""
+    return {name: _started(optimizer, one) for name, one in model.named_parameters() if one.requires_grad}
 
 
 def lr_factor(step: int, *, shape: str, total_steps: int, warmup_steps: int, min_ratio: float) -> float:

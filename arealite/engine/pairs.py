@@ -25,11 +25,11 @@ def train_pairs(engine: FSDPEngine, columns: TensorDict, loss_fn: PairLossFn, *,
     metrics = MaskedMetrics()
     result = engine.train_batch(columns, _mean(loss_fn, metrics), _num_pairs, rows_per_unit=2)
     engine.step_lr_scheduler()
-    statistics = metrics.reduce(engine.parallelism_group)
+    statistics = metrics.reduce()
     (num_tokens,) = all_reduce_numbers([columns["attention_mask"].sum().item()], group=engine.parallelism_group)
     return {
         f"{group}/loss": result["loss"],
-        **engine.costs.take(engine.parallelism_group),
+        **engine.costs.take(),
         **{f"{group}/{name}": value for name, value in statistics.items()},
         **of_steps([result], "optim"),
         "perf/processed_tokens": num_tokens,
@@ -40,7 +40,7 @@ def evaluate_pairs(engine: FSDPEngine, columns: TensorDict, loss_fn: PairLossFn)
     """Return the loss and the metrics of `train_pairs` as `eval/...`, without training."""
     metrics = MaskedMetrics()
     loss = engine.eval_batch(columns, _mean(loss_fn, metrics), _num_pairs, rows_per_unit=2)
-    statistics = metrics.reduce(engine.parallelism_group)
+    statistics = metrics.reduce()
     return {"eval/loss": loss, **{f"eval/{name}": value for name, value in statistics.items()}}
 
 

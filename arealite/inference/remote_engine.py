@@ -137,7 +137,7 @@ class RemoteInferenceEngine(InferenceEngine):
         self._rate_from = (0.0, 0)  # when `metrics` was last called, and how many tokens had been sampled
         self._replay: Replay | None = None
         self._training: Any = None  # this rank's share of the batch that is trained on, or a master's batch
-        self._exchange = RankZeroExchange()
+        self._exchange = RankZeroExchange(config.parallel)
         self._showing = BackgroundTasks("showing the servers to other clients", logger)
         self.canary_gap: float | None = None  # largest one per token, of servers' and trainer's logprobs, last update
 
@@ -331,11 +331,11 @@ class RemoteInferenceEngine(InferenceEngine):
     def _share(self, collect: Callable[[], list[TensorDict]]) -> Any:
         """Return this rank's share of the trajectories that rank 0 collects, or what `hand_out` makes of all."""
 
-        def split(trajectories: list[TensorDict], num_ranks: int) -> Iterable[Any]:
+        def split(trajectories: list[TensorDict], num_parts: int) -> Iterable[Any]:
             self.sleep()  # before any rank computes
-            if num_ranks == 1:
+            if self._exchange.num_ranks == 1:
                 return [self._hand_out(trajectories)]
-            return split_batch(trajectories, num_ranks, self.config.num_minibatches)
+            return split_batch(trajectories, num_parts, self.config.num_minibatches)
 
         share = self._exchange.share(collect, split, self._update_joining)
         self._training = share if self._exchange.num_ranks == 1 else unpack(join(share))

@@ -4,6 +4,7 @@ Invariant: every rank returns its part or raises rank 0's error; a rank on which
 once, as the other ranks learn of it by the end of its process.
 """
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
+from arealite.api.alloc_mode import ParallelSizes
 from arealite.api.errors import EpisodeError
 from arealite.utils import heartbeat, stop
 from arealite.utils.distributed import is_agreed
@@ -37,7 +39,9 @@ class RankZeroExchange:
     It has a gloo group of its own, so it never mixes with collectives of training, whatever backend those use.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parallel: str = "") -> None:
+        """`parallel` has the sizes of the trainer, whose ranks of a block get the same part; empty is a part each."""
+        self._parallel = parallel
         self._group: dist.ProcessGroup | None = None
         self._is_open = False  # whether the other ranks receive
         self._has_left = False  # whether rank 0 has left a callback in which the others may still be
@@ -46,13 +50,17 @@ class RankZeroExchange:
     def num_ranks(self) -> int:
         return dist.get_world_size() if dist.is_initialized() else 1
 
+    @property
+    def _sizes(self) -> ParallelSizes:
+        return ParallelSizes.from_str(self._parallel or f"d{self.num_ranks}")
+
     def share(
         self, collect: Callable[[], T], split: Callable[[T, int], Iterable[P]], callback: Callable[[], None] | None
     ) -> P:
         """Return this rank's part of what rank 0 collects, or raise its error on every rank.
 
-        Rank 0 sends a part before it takes the next one from `split`. Other ranks run the callback as often as rank 0
-        does in `collect`.
+        `split` makes a part for each block of ranks, and rank 0 sends one before it takes the next. Other ranks run the
+        callback as often as rank 0 does in `collect`.
         """
         if dist.is_initialized() and dist.get_rank() != 0:
             return cast("P", self._receive(callback))
@@ -60,7 +68,8 @@ class RankZeroExchange:
         if self._is_open:
             self._own_group()
         try:
-            parts = iter(split(collect(), self.num_ranks))
+            sizes = self._sizes
+            parts = iter(split(collect(), sizes.data))
             own = next(parts)
         except BaseException as error:
             if self._is_open and not self._has_left:
@@ -71,18 +80,22 @@ class RankZeroExchange:
             self._is_open = was_open
         if self.num_ranks > 1:
             self._send(_Message())
-            for rank, part in enumerate(parts, start=1):
-                dist.send_object_list([part], rank, group=self._own_group())
+            for block, part in enumerate(itertools.chain([own], parts)):
+                for rank in range(1, self.num_ranks):
+                    if sizes.data_rank(rank) == block:
+                        dist.send_object_list([part], rank, group=self._own_group())
         return own
 
     def gather(self, part: T) -> list[T]:
-        """Return the parts of all ranks on rank 0, and nothing elsewhere (collective, after `share`)."""
+        """Return the parts of all blocks on rank 0, and nothing elsewhere (collective, after `share`)."""
         if self.num_ranks == 1:
             return [part]
         parts: list[Any] | None = [None] * self.num_ranks if dist.get_rank() == 0 else None
         with heartbeat.waiting("what all ranks computed", on="ranks"):
             dist.gather_object(part, parts, dst=0, group=self._own_group())
-        return parts or []
+        sizes = self._sizes
+        blocks = {sizes.data_rank(rank): part for rank, part in enumerate(parts or [])}  # of the last stage
+        return [blocks[block] for block in sorted(blocks)]
 
     def _receive(self, callback: Callable[[], None] | None) -> Any:
         while True:

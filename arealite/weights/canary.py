@@ -7,7 +7,6 @@ import logging
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict
 
 from arealite.api.cli_args import GenerationHyperparameters
@@ -18,7 +17,7 @@ from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.inference.backends.base import Segment
 from arealite.inference.pool import Server
 from arealite.inference.remote_engine import RemoteInferenceEngine
-from arealite.utils.distributed import agreed
+from arealite.utils.distributed import from_rank_0, on_rank_0
 from arealite.utils.tensors import concat_padded_tensors
 
 logger = logging.getLogger("arealite.engine")
@@ -39,13 +38,13 @@ def check_canary(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version: i
         [(7 * index + 3) % vocab_size for index in range(_PROMPT_TOKENS)],  # ids that any model has
         GenerationHyperparameters(max_new_tokens=check.canary_tokens, temperature=actor.config.temperature),
     )
-    canaries = agreed(lambda: rollout.run(rollout.receiver.sample_canaries(request)) if dist.get_rank() == 0 else {})
-    logprobs_BT = actor.compute_logprobs(_batch(request, canaries))
-    agreed(lambda: _judge(actor, rollout, version, canaries, logprobs_BT))
+    canaries = on_rank_0(lambda: rollout.run(rollout.receiver.sample_canaries(request))) or {}
+    logprobs_BT = actor.compute_logprobs(from_rank_0(_batch(request, canaries)))  # on every rank, as some share rows
+    on_rank_0(lambda: _judge(actor, rollout, version, canaries, logprobs_BT))
 
 
 def _batch(request: ModelRequest, canaries: Mapping[Server, Segment]) -> TensorDict:
-    """Return one row per server; ranks other than 0 have none."""
+    """Return one row per server."""
     rows = [torch.tensor([[*request.input_ids, *one.tokens]]) for one in canaries.values()]
     return concat_padded_tensors(
         [

@@ -392,6 +392,17 @@ def test_pairs_given_together(tmp_path: Path) -> None:
     )
     greedy = refusal(tmp_path, MINIMAL, "gconfig.greedy=true", "gconfig.n_samples=2")
     assert "gconfig.greedy must be false if gconfig.n_samples > 1" in greedy
+    gpus = "cluster.n_gpus_per_node=64"
+    for sizes, letter in (("d2t2", "t"), ("d2p2", "p")):
+        lora = refusal(tmp_path, MINIMAL, f"allocation_mode=sglang.d4+{sizes}", "actor.lora.rank=4", gpus)
+        assert f"{letter} of the trainer must be 1 with actor.lora: got " in lora
+        assert f"Write {letter}1 and d4 in allocation_mode, or remove actor.lora." in lora
+    compiled = refusal(tmp_path, MINIMAL, "allocation_mode=sglang.d4+d2t2", "actor.torch_compile=true", gpus)
+    assert "t of the trainer must be 1 with actor.torch_compile: got d2p1t2." in compiled
+    other = refusal(tmp_path, MINIMAL, "allocation_mode=sglang.d4+d2t2", "actor.parallel=d4", gpus)
+    assert "actor.parallel must be what allocation_mode gives the trainer: got d4p1t1 and d2p1t2. Remove it." in other
+    copies = refusal(tmp_path, MINIMAL, "allocation_mode=sglang.d4+d2t2", "actor.fsdp.dp_replicate=4", gpus)
+    assert "actor.fsdp.dp_replicate must divide d of the trainer: got 4 and d2p1t2." in copies
     many = refusal(tmp_path, MINIMAL, "allocation_mode=sglang.d4+d2", "rollout.weight_update_senders=3")
     assert "rollout.weight_update_senders must be at most the trainer's ranks: got 3 of 2. Lower it." in many
     none = refusal(tmp_path, MINIMAL, "rollout.weight_update=disk", "rollout.weight_update_senders=1")

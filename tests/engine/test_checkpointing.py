@@ -17,6 +17,7 @@ from training_cases import OPTIMIZER, of_update, token_batch, train_config
 from arealite.api.cli_args import LoRAConfig, OptimizerConfig
 from arealite.api.errors import CheckpointError
 from arealite.api.io_struct import FinetuneSpec
+from arealite.engine.optimizer import MOMENTS
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 
 pytestmark = pytest.mark.xdist_group("two_ranks")
@@ -43,9 +44,8 @@ def resume(engine: FSDPLMEngine, first: int, snapshots: list[bytes] | None = Non
         metrics = engine.train_lm(token_batch([9, 4, 12, 3, 7], seed=step)[SHARES[dist.get_rank()]])
         engine.set_version(step + 1)
         shards = [parameter.to_local().clone() for parameter in engine.model.parameters()]
-        moments = [
-            one.to_local().clone() for state in engine.optimizer.state.values() for one in list(state.values())[1:]
-        ]
+        trained = [parameter for parameter in engine.model.parameters() if parameter.requires_grad]
+        moments = [engine.optimizer.state[one][name].to_local().clone() for one in trained for name in MOMENTS]
         numbers = [engine.num_changes, engine.get_version(), engine.lr_schedule.num_steps, *of_update(metrics).values()]
         draws = [random.random(), float(np.random.rand()), torch.rand(1).item()]
         found.append({"shards": shards + moments, "numbers": numbers + draws})

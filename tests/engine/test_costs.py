@@ -45,7 +45,7 @@ def test_an_update_has_the_flops_that_torch_counts(start: Callable[..., Any], tm
     assert flops / 1e9 / most_s < metrics["perf/mfu"] < 20 * flops / 1e9 / most_s
     assert metrics["perf/padding_share"] == metrics["perf/idle_share"] == metrics["perf/idle_share_max"] == 0
     assert 0.1 < metrics["perf/memory_gib_max"] < 8
-    assert engine.costs.take(engine.parallelism_group)["perf/model_tflops"] == 0, "each update for itself"
+    assert engine.costs.take()["perf/model_tflops"] == 0, "each update for itself"
 
 
 @pytest.mark.parametrize(

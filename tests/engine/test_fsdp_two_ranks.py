@@ -110,7 +110,7 @@ def test_a_parameter_is_gathered_to_its_owner_from_the_copy_that_the_owner_share
 
 def test_copies_that_ranks_do_not_divide_into_are_refused(one: dict[str, Any]) -> None:
     engine = FSDPEngine(train_config(one["paths"]["tied"], fsdp=FSDPEngineConfig(dp_replicate=3)))
-    with pytest.raises(ConfigError, match=r"dp_replicate must divide the number of trainer ranks: got 3 and 1"):
+    with pytest.raises(ConfigError, match=r"dp_replicate must divide d of allocation_mode: got 3 and d1"):
         engine.initialize(None, SPEC)
 
 

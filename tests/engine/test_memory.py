@@ -9,16 +9,17 @@ import testing_forks
 import torch
 from testing_memory import PeakBytes
 from training_cases import token_batch, train_config
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from arealite.algorithms.logprobs import count_loss_tokens
+from arealite.api.alloc_mode import ParallelSizes
 from arealite.api.cli_args import FSDPEngineConfig
 from arealite.api.io_struct import FinetuneSpec
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.hf_model import build_meta_model
 from arealite.engine.packed_attention import PACKED_SDPA
 from arealite.engine.sft.lm_engine import sft_loss_fn
-from arealite.planner.memory import model_shape, training_state, training_step
+from arealite.planner.memory import model_shape, shape_of_rank, training_state, training_step
 
 pytestmark = pytest.mark.xdist_group("two_ranks")
 LENGTH = 128
@@ -34,13 +35,14 @@ SHAPE = {
 }
 
 
-def peaks_of_rank(pipe: Connection, path: str) -> None:
+def peaks_of_rank(pipe: Connection, path: str, layout: str) -> None:
     """Send the peak of a step of two micro-batches, without parameters and moments, for both ways to reduce."""
     torch.set_num_threads(1)
     peaks = {}
     for reduces_once in (False, True):
         sharding = FSDPEngineConfig(reduce_once=reduces_once)
-        config = train_config(path, max_tokens=LENGTH, dtype="bfloat16", gradient_checkpointing=True, fsdp=sharding)
+        options = {"dtype": "bfloat16", "gradient_checkpointing": True, "parallel": layout}
+        config = train_config(path, max_tokens=LENGTH, fsdp=sharding, **options)
         engine = FSDPEngine(config)
         engine.initialize(None, FinetuneSpec(1, 100, 10))
         batch = token_batch([LENGTH] * 2)
@@ -53,14 +55,20 @@ def peaks_of_rank(pipe: Connection, path: str) -> None:
         pipe.send(peaks)
 
 
-def test_a_step_needs_what_the_plan_says(tmp_path: Path) -> None:
-    Qwen3ForCausalLM(Qwen3Config(**SHAPE)).save_pretrained(tmp_path)
-    with testing_forks.two_ranks(peaks_of_rank, str(tmp_path)) as ranks:
+@pytest.mark.parametrize("layout", ["d2", "t2", "c2", "d2e2"])
+def test_a_step_needs_what_the_plan_says(tmp_path: Path, layout: str) -> None:
+    sizes = ParallelSizes.from_str(layout)
+    of_experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 384, "decoder_sparse_step": 1}
+    config = Qwen3MoeConfig(**SHAPE, **of_experts) if sizes.expert > 1 else Qwen3Config(**SHAPE)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with testing_forks.two_ranks(peaks_of_rank, str(tmp_path), layout) as ranks:
         peaks = ranks[0].receive()
         assert [rank.end() for rank in ranks] == [0, 0]
-    shape = model_shape(build_meta_model(str(tmp_path), PACKED_SDPA))
-    step = training_step(shape, tokens=LENGTH, ranks=2, compute_bytes=2, accumulates=False, recomputes=True)
-    planned = training_state(shape, ranks=2, has_optimizer=True)["gradients"] + sum(step.values())
-    assert 0.95 < planned / peaks[False] < 1.1
-    unsharded = shape.num_parameters * 4 / 2  # what a rank keeps of the gradient beyond its own shard
-    assert 0.75 < (peaks[True] - peaks[False]) / unsharded < 1.1
+    shape = shape_of_rank(model_shape(build_meta_model(str(tmp_path), PACKED_SDPA)), sizes)
+    num_shards, tokens = sizes.data * sizes.context, LENGTH // sizes.context
+    step = training_step(shape, tokens=tokens, ranks=num_shards, compute_bytes=2, accumulates=False, recomputes=True)
+    planned = training_state(shape, ranks=num_shards, has_optimizer=True)["gradients"] + sum(step.values())
+    assert 0.95 < planned / peaks[False] < 1.1, planned / peaks[False]
+    if layout == "d2":
+        unsharded = shape.num_parameters * 4 / 2  # what a rank keeps of the gradient beyond its own shard
+        assert 0.75 < (peaks[True] - peaks[False]) / unsharded < 1.1

@@ -65,7 +65,7 @@ def test_asking_for_the_state_takes_no_step() -> None:
         torch.nn.init.zeros_(model.weight)
         optimizer = make_adamw(model.parameters(), OptimizerConfig(lr=0.1))
         if asks:
-            state = optimizer_state(model, optimizer)["state"]["weight"]
+            state = optimizer_state(model, optimizer)["weight"]
             assert state["step"] == 0 and not state["exp_avg"].any()
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()

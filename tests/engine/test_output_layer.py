@@ -31,7 +31,7 @@ def test_logits_are_those_of_transformers(name: str) -> None:
         assert expected.std() > 0.1
         make_logits = logits_of(model)
         return_hidden_states(model)
-        logits = make_logits(model(input_ids=input_ids, use_cache=False)[0])
+        logits = make_logits(model(input_ids=input_ids, use_cache=False)[0], input_ids.shape[1])
     torch.testing.assert_close(logits.dense(), expected, atol=1e-5, rtol=1e-5)
     assert (logits.bias_V is not None) == ("bias" in name)
     assert (logits.scale != 1 or logits.softcap is not None) == ("Phi" not in name)
@@ -40,7 +40,7 @@ def test_logits_are_those_of_transformers(name: str) -> None:
 def test_a_model_on_the_meta_device_is_probed_too() -> None:
     with torch.device("meta"):
         model = Qwen3ForCausalLM(config())
-    logits = logits_of(model)(torch.zeros(2, 32, device="meta"))
+    logits = logits_of(model)(torch.zeros(2, 32, device="meta"), 2)
     assert (logits.scale, logits.softcap, logits.weight_VH.shape) == (1.0, None, (48, 32))
 
 

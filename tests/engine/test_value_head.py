@@ -56,7 +56,7 @@ def test_values_of_a_family_are_transformers_own(family: str) -> None:
         expected = torch.cat([model(input_ids=input_ids[:, : t + 1]).logits[0] for t in range(8)])
         values = values_of(model)
         return_hidden_states(model)
-        found = values(model(input_ids=input_ids, use_cache=False)[0])
+        found = values(hidden := model(input_ids=input_ids, use_cache=False)[0], len(hidden))
     assert expected.std() > 0.01
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ from tensordict import TensorDict
 from training_cases import actor_config, pair_batch, token_batch, trajectory_batch, write_model
 
 from arealite.algorithms.logprobs import count_loss_tokens
+from arealite.api.alloc_mode import ParallelSizes
 from arealite.api.cli_args import CorrectionConfig, DPOEngineConfig, MicroBatchSpec
 from arealite.api.config.algorithm import PRESETS
+from arealite.engine import fsdp_engine
 from arealite.engine.dpo.dpo_engine import DPOEngine
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.hf_model import build_meta_model, logits_of, return_hidden_states
 from arealite.engine.metrics import UpdateCosts
 from arealite.engine.optimizer import make_adamw
 from arealite.engine.packed_attention import PACKED_SDPA
+from arealite.engine.parallel.mesh import Mesh
 from arealite.engine.ppo.actor import PPOActor
 from arealite.engine.sft.lm_engine import sft_loss_fn
 
@@ -38,6 +42,7 @@ class MetaEngine(FSDPEngine):
     def __init__(self, path: str) -> None:
         super().__init__(actor_config(path, mb_spec=MicroBatchSpec(n_mbs=NUM_MICRO_BATCHES)))
         self.device, self._group, self._attention = torch.device("meta"), dist.group.WORLD, PACKED_SDPA
+        self.mesh, self._pipeline = Mesh(ParallelSizes(), torch.device("cpu"), timedelta(seconds=60)), None
         self.model: Any = build_meta_model(path, PACKED_SDPA)
         self._outputs = logits_of(self.model)
         return_hidden_states(self.model)
@@ -53,12 +58,12 @@ class MetaEngine(FSDPEngine):
 
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MetaEngine]:
-    def end_of_loop(parameters: Any, _: float) -> None:
+    def end_of_loop(parameters: Any, *_: object) -> None:
         """Stand where `train_batch` reads its first number."""
         assert all(parameter.grad is not None for parameter in parameters)
         raise LoopDone
 
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", end_of_loop)
+    monkeypatch.setattr(fsdp_engine, "clip_gradients", end_of_loop)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield MetaEngine(write_model(tmp_path))
     dist.destroy_process_group()

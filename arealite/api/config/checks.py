@@ -1,8 +1,9 @@
 """Contradictions between config keys, grouped by the blocks that they compare; experiments call their groups."""
 
 import logging
+from collections.abc import Mapping
 
-from arealite.api.alloc_mode import AllocationMode
+from arealite.api.alloc_mode import AllocationMode, ParallelSizes
 from arealite.api.config.data import LOGGER_MODES, DatasetConfig, EvaluatorConfig, RecoverConfig, StatsLoggerConfig
 from arealite.api.config.launcher import ClusterSpecConfig, WorkersConfig
 from arealite.api.config.model import FrozenActorConfig, OptimizerConfig, PPOActorConfig, TrainEngineConfig
@@ -162,6 +163,33 @@ def check_engine(engine: TrainEngineConfig, key: str, cluster: ClusterSpecConfig
         f"{key}.optimizer.beta1 and beta2 must be at most 0.99 with type adam_bf16: got {optimizer.beta1} and "
         f"{optimizer.beta2}. What a step adds to a moment would be lost in rounding. Lower them, or use type adam.",
     )
+
+
+def check_parallel(engines: Mapping[str, TrainEngineConfig], train: ParallelSizes | None) -> None:
+    """Refuse other sizes than those of the script's ranks (`train`), and what they can't divide whatever the model."""
+    for key, engine in engines.items():
+        if not engine.parallel:
+            continue
+        sizes, copies = ParallelSizes.from_str(engine.parallel), engine.fsdp.dp_replicate
+        require(
+            train in (None, sizes),
+            f"{key}.parallel must be what allocation_mode gives the trainer: got {sizes} and {train}. Remove it.",
+        )
+        require(
+            sizes.data % copies == 0,
+            f"{key}.fsdp.dp_replicate must divide d of the trainer: got {copies} and {sizes}. Set it to 1, or to the "
+            "number of nodes.",
+        )
+        for letter, size, option, is_on in (
+            ("t", sizes.tensor, "lora", engine.lora is not None),
+            ("p", sizes.pipeline, "lora", engine.lora is not None),
+            ("t", sizes.tensor, "torch_compile", engine.torch_compile),
+        ):
+            require(
+                not is_on or size == 1,
+                f"{letter} of the trainer must be 1 with {key}.{option}: got {sizes}. Write {letter}1 and "
+                f"d{sizes.data * size} in allocation_mode, or remove {key}.{option}.",
+            )
 
 
 def check_workers(workers: object) -> None:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, cast
 
 from pydantic import PrivateAttr
 
-from arealite.api.alloc_mode import AllocationMode
+from arealite.api.alloc_mode import AllocationMode, ParallelSizes
 from arealite.api.config import checks
 from arealite.api.config.algorithm import GRPO_DEFAULTS, PRESETS, resolve_choices
 from arealite.api.config.data import DatasetConfig, EvaluatorConfig, RecoverConfig, SaverConfig, StatsLoggerConfig
@@ -194,8 +194,13 @@ class BaseExperimentConfig(ConfigBase):
     def derive(self) -> None:
         """Fill in what follows from several keys: the allocation names the servers. Experiments add their own."""
         rollout, mode = self.rollout, self.allocation
+        if mode is not None and self.workers is None and mode.train != ParallelSizes(data=mode.train.data):
+            for engine in vars(self).values():
+                if isinstance(engine, TrainEngineConfig):
+                    engine.parallel = engine.parallel or str(mode.train)
         if rollout is None:
             return
+        rollout.parallel = self.trained[1].parallel
         rollout.servers_sleep = mode is not None and mode.takes_turns
         if mode is not None and mode.gen_backend is not None:
             checks.check_backend(mode, self.allocation_mode, rollout)
@@ -215,9 +220,10 @@ class BaseExperimentConfig(ConfigBase):
         checks.check_colocated(mode, rollout, self.workers)
         num_ranks = None if mode is None or self.workers is not None else mode.train_world_size
         checks.check_senders(rollout, num_ranks)
-        for key, engine in vars(self).items():
-            if isinstance(engine, TrainEngineConfig):
-                checks.check_engine(engine, key, self.cluster, num_ranks)
+        engines = {key: engine for key, engine in vars(self).items() if isinstance(engine, TrainEngineConfig)}
+        for key, engine in engines.items():
+            checks.check_engine(engine, key, self.cluster, num_ranks)
+        checks.check_parallel(engines, None if mode is None or self.workers is not None else mode.train)
 
 
 class SFTConfig(BaseExperimentConfig):

@@ -74,8 +74,11 @@ class RoleConfig(ConfigBase):
 
     ranks: PositiveInt | None = None
     """Workers of a group of its own; None takes the trainer's part of `allocation_mode`, or shares the first group."""
+    parallel: str = ""
+    """Sizes of a group of its own, such as `d2t2` (see docs/parallel.md), instead of `ranks`. Empty is `ranks` of data
+    alone, or without these the trainer's part of `allocation_mode`."""
     share: str | None = None
-    """Role with whose workers this one takes turns; None is a group of its own if `ranks` is given."""
+    """Role with whose workers this one takes turns; None is a group of its own if `ranks` or `parallel` is given."""
     strategy: Strategy = "PACK"
     """How Ray places the workers on nodes."""
     threads: PositiveInt | None = None

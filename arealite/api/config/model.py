@@ -130,6 +130,8 @@ class TrainEngineConfig(RunBlock):
     """Train low-rank adapters; None trains all weights."""
     fsdp: FSDPEngineConfig = FSDPEngineConfig()
     """Sharding."""
+    parallel: str = ""
+    """Sizes of the ranks, such as `d2t2` (docs/parallel.md); filled in from `allocation_mode`. Empty is d alone."""
     seed: NonNegativeInt = 1
     """Seed of random weights and dropout; filled in from the top level."""
 

@@ -136,6 +136,8 @@ class InferenceEngineConfig(FolderBlock):
     """Largest staleness, in weight versions, of a trajectory we train on. 0 is synchronous training."""
     queue_size: PositiveInt | None = None
     """Maximum number of episodes submitted and not yet started; None is 16 times the concurrency."""
+    parallel: str = ""
+    """Sizes of the trainer, whose ranks of a replica get the same rows; filled in from `allocation_mode`."""
     servers_sleep: Bool = False
     """Whether servers give their memory back from a batch to the next weight update; filled in from `allocation_mode`
     (`sglang.d1|d1`)."""

@@ -129,8 +129,8 @@ class PPOActor:
         self.engine.step_lr_scheduler()
         return {
             "policy/loss": sum(step["loss"] for step in steps) / len(steps),
-            **self.engine.costs.take(self.engine.parallelism_group),
-            **metrics.reduce(self.engine.parallelism_group),
+            **self.engine.costs.take(),
+            **metrics.reduce(),
             **of_steps(steps, "optim"),
             "perf/skipped_tokens": sum(step["skipped_tokens"] for step in steps),
             **self.describe(batch),
@@ -155,7 +155,7 @@ class PPOActor:
         first_rows = runs_of(batch, groups_B).first_rows
         rewards_R, groups_R = batch["rewards"].float()[first_rows], groups_B[first_rows]
         return {
-            **metrics.reduce(self.engine.parallelism_group),
+            **metrics.reduce(),
             **reward_spread(rewards_R, groups_R, num_groups, reduce=self._sum_over_ranks),
             **count_tokens(batch, mask_BT, self.engine.parallelism_group),
         }

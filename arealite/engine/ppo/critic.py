@@ -57,7 +57,7 @@ class PPOCritic:
         self.engine.step_lr_scheduler()
         return {
             "value/loss": sum(step["loss"] for step in steps) / len(steps),
-            **metrics.reduce(self.engine.parallelism_group),
+            **metrics.reduce(),
             "value/explained_variance": self._explained_variance(columns),
             **of_steps(steps, "value"),
         }

@@ -73,7 +73,7 @@ class RewardModel:
         mask_BT = torch.arange(ids_BT.shape[1], device=self.device) < lengths_B[:, None]
         hidden_BTH = self._model.base_model(input_ids=ids_BT, attention_mask=mask_BT.long()).last_hidden_state
         last_BH = hidden_BTH[torch.arange(len(rows), device=self.device), lengths_B - 1]
-        return values_of(self._model)(last_BH).tolist()
+        return values_of(self._model)(last_BH, len(rows)).tolist()
 
     @functools.cached_property
     def _model(self) -> Any:

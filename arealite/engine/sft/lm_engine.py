@@ -34,7 +34,7 @@ class LMEngine:
         num_tokens, num_trained = all_reduce_numbers(counts, group=self.engine.parallelism_group)
         return {
             "sft/loss": result["loss"],
-            **self.engine.costs.take(self.engine.parallelism_group),
+            **self.engine.costs.take(),
             "sft/ppl": math.exp(min(result["loss"], 100.0)),
             **of_steps([result], "optim"),
             "perf/processed_tokens": num_tokens,
