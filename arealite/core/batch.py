@@ -1,8 +1,9 @@
 """Batches whose tensors are in Ray's object store, split once into parts and moved as pieces.
 
 A piece is one object of the store: some keys of one part, packed. Invariants: a part is never split again, so a group
-with as many ranks as parts computes on the shares of a script with that many ranks; a restored part has the tokens and
-the width of the original, so sums keep their order.
+with as many blocks as parts (a block is a rank, or the ranks that divide one copy of the model) computes on the shares
+of a script with that many blocks; a restored part has the tokens and the width of the original, so sums keep their
+order.
 """
 
 from __future__ import annotations

@@ -193,10 +193,11 @@ class RemoteEngine:
         return outcome
 
     def updates_of(self, batch: RemoteBatch) -> list[Update]:
-        """Return the per-token numbers of each worker for the batch of the last update."""
+        """Return the per-token numbers of each block of workers for the batch of the last update."""
         task = self.submit(update_of, batch, KEYS, redo="until_done")
         self.wait(task)
-        return [outcome.value for outcome in task.values.result() if outcome.value is not None]
+        lasts = [one for rank, one in enumerate(task.values.result()) if self.group.spec.sizes.is_last(rank)]
+        return [outcome.value for outcome in lasts if outcome.value is not None]
 
     # Weights
 

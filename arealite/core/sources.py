@@ -63,7 +63,7 @@ class Episodes:
         batch = assemble_batch([one.select(*per_row) for one in trajectories])
         remote, runs, metrics = self._scatter(trajectories), runs_of(batch, batch["group_index"]), MaskedMetrics()
         metrics.add(torch.ones_like(runs.first_rows), of_workflow(batch, runs))
-        remote.metrics = metrics.reduce(None)
+        remote.metrics = metrics.reduce()
         return remote
 
     @property

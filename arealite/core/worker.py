@@ -109,9 +109,12 @@ class Worker:
         os.environ.update(environment)
         self._holder.close()
 
-    def call(self, pickled: bytes, num_parts: int, *pieces: Piece | Share) -> Any:
-        """Run a pickled Call; return its pickled Outcome, and a piece of its outputs for each part of the batch."""
-        results: list[Piece] = [{}] * num_parts
+    def call(self, pickled: bytes, num_made: int, *pieces: Piece | Share) -> Any:
+        """Run a pickled Call; return its pickled Outcome, and a piece of its outputs for each part of the batch.
+
+        `num_made` is the number of parts, or 0 on a rank whose outputs another rank of its block returns.
+        """
+        results: list[Piece] = [{}] * num_made
         try:
             outcome = self._do(pickle.loads(pickled), [*map(whole, pieces)], results)
         except Exception as error:  # other ranks must not wait for this rank
@@ -123,7 +126,7 @@ class Worker:
         return [packed, *results] if results else packed
 
     def _do(self, call: Call, pieces: Sequence[Piece], results: list[Piece]) -> Outcome:
-        """Run a call, and set `results` to the piece of its outputs for each part."""
+        """Run a call, and set `results`, unless it is empty, to the piece of its outputs for each part."""
         if call.makes:
             assert callable(call.run), call.run
             self._engines[call.role] = call.run()
@@ -155,7 +158,7 @@ class Worker:
                     f"{name} must return a tensor, {call.output}: got {kind}. Return it, or add it to the batch."
                 )
             made = tuple(key for key, tensor in batch.items() if not _is_as_before(tensor, *before.get(key, (None, 0))))
-            results[:] = [pack(part, made) for part in cut(batch, parts, made)] if made else results
+            results[:] = [pack(part, made) for part in cut(batch, parts, made)] if made and results else results
             sizes = [array.values.nbytes for piece in (*pieces, *results) for array in piece.values()]
             return Outcome(value, made, sum(sizes))
 

@@ -16,7 +16,7 @@ import ray
 import torch
 from tensordict import TensorDict
 
-from arealite.api.cli_args import BaseExperimentConfig, WorkersConfig
+from arealite.api.cli_args import BaseExperimentConfig, TrainEngineConfig, WorkersConfig
 from arealite.api.config.checks import check_workers
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
@@ -92,7 +92,7 @@ class Workers:
         return list(self._groups.values())
 
     def engine(self, role: str, engine_class: Callable[..., E], config: Any, **options: Any) -> E:
-        """Return a stub of an engine of this class, whose methods run on the workers of the role."""
+        """Return a stub of an engine of this class, whose methods run on the workers of the role, with their sizes."""
         group = next((group for group in self._layout if role in group.roles), None)
         if group is None:
             known = listed(name for group in self._layout for name in group.roles)
@@ -100,6 +100,8 @@ class Workers:
             raise ConfigError(f"the role of an engine must be one of the experiment, {known}: got {role}. {change}")
         if group.name not in self._groups:
             self._groups[group.name] = WorkerGroup(self._spec(group), self._records.append, self._note_incident)
+        if isinstance(config, TrainEngineConfig):
+            config = config.new(parallel=str(group.sizes))
         make = functools.partial(engine_class, config, **options)
         return cast("E", RemoteEngine(self, self._groups[group.name], role, make, config))
 
@@ -162,12 +164,12 @@ class Workers:
 
     @property
     def num_parts(self) -> int:
-        """Parts of a batch: the ranks of the largest group, started or not."""
-        return max(group.num_ranks for group in self._layout)
+        """Parts of a batch: the most blocks of a group, started or not; the ranks of a block get the same parts."""
+        return max(group.sizes.data for group in self._layout)
 
     def scatter(self, batch: TensorDict | Sequence[TensorDict]) -> RemoteBatch:
-        """Put a batch, or that of some trajectories, into the object store, split into a part for each rank of the
-        largest group. Rows of records, which are there already, stay where they are.
+        """Put a batch, or that of some trajectories, into the object store, split into a part for each block of
+        the group with the most. Rows of records, which are there already, stay where they are.
 
         Every part has two pieces: token inputs, and the rest, which few calls need. After many batches in a step the
         groups take another snapshot, because the pieces of replayable calls would fill the store.

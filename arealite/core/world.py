@@ -2,7 +2,8 @@
 
 A world is never repaired: once a rank has died, failed alone or timed out, the state of the others is useless, as they
 block in a collective or have half of an update. Methods then raise `LossError`, and the group forms a new world in the
-same placement group, whose bundles Ray moves when a node dies.
+same placement group, whose bundles Ray moves when a node dies. The ranks of a block (`Group.sizes`) get the same parts
+of a batch and make the same outputs; the first one stores them.
 """
 
 from __future__ import annotations
@@ -130,21 +131,23 @@ class World:
     def run(
         self, call: Call, layout: Sequence[Mapping[str, str]], references: Sequence[Sequence[Any]]
     ) -> tuple[list[Outcome], list[Any]]:
-        """Run a call on every rank; return the outcomes, and a reference to its outputs for each part.
+        """Run a call on every rank; return the outcomes of all ranks, and a reference to its outputs for each part.
 
         `layout` has the keys of a part's pieces, `references` the pieces of each part. An error that all ranks raise is
         raised unchanged.
         """
         pickled = cloudpickle.dumps(call.for_ranks(layout))
         num_parts = 0 if call.batch is None else call.batch.num_parts
-        owners = [part * self.spec.num_ranks // num_parts for part in range(num_parts)]
+        sizes = self.spec.sizes
+        blocks = [part * sizes.data // num_parts for part in range(num_parts)]
         first: list[Any] = []
         made: list[Any] = []
         for rank, actor in enumerate(self._actors):
-            own = [part for part, owner in enumerate(owners) if owner == rank]
+            own = [part for part, block in enumerate(blocks) if block == sizes.data_rank(rank)]
             pieces = itertools.chain.from_iterable(references[part] for part in own)
-            replies = actor.call.options(num_returns=1 + len(own)).remote(pickled, len(own), *pieces)
-            outcome, *outputs = replies if own else [replies]
+            num_made = len(own) if sizes.is_last(rank) else 0
+            replies = actor.call.options(num_returns=1 + num_made).remote(pickled, num_made, *pieces)
+            outcome, *outputs = replies if num_made else [replies]
             first.append(outcome)
             made += outputs
         return self._outcomes(call, first), made

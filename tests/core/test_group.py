@@ -23,6 +23,7 @@ from harness.processes import wait_until
 from tensordict import TensorDict
 from testing_groups import WIDE, Tally, Unreadable
 
+from arealite.api.alloc_mode import ParallelSizes
 from arealite.api.cli_args import DPOConfig, load_expr_config
 from arealite.api.errors import GroupLostError
 from arealite.core import world
@@ -71,13 +72,14 @@ def start(cluster: RayCluster, records: list[CallRecord], incidents: list[str], 
         name: str = "actor",
         *,
         ranks: int = 2,
+        sizes: ParallelSizes | None = None,
         timeout_s: float = 60.0,
         restarts: int = 3,
         gpus: int = 0,
         is_trained: bool = True,
     ) -> WorkerGroup:
         options = {"gpus_per_rank": gpus, "call_timeout_s": timeout_s, "max_restarts": restarts}
-        spec = spec_of(name, tmp_path / "logs", num_ranks=ranks, **options)
+        spec = spec_of(name, tmp_path / "logs", sizes=sizes or ParallelSizes(data=ranks), **options)
         group = WorkerGroup(spec, records.append, incidents.append)
         groups.append(group)
         folder = tmp_path / f"strikes-{len(groups)}"
@@ -93,7 +95,8 @@ def start(cluster: RayCluster, records: list[CallRecord], incidents: list[str], 
 
 
 def spec_of(name: str, logs: Path, **given: Any) -> GroupSpec:
-    options = {"num_ranks": 1, "cpus": 0, "gpus_per_rank": 0, "call_timeout_s": 60.0, "max_restarts": 3} | given
+    options = {"cpus": 0, "gpus_per_rank": 0, "call_timeout_s": 60.0, "max_restarts": 3} | given
+    options = {"sizes": ParallelSizes()} | options
     options |= {"roles": (name,), "strategy": "STRICT_PACK", "threads": 1, "num_threads": 1, "memory": 0}
     env = {"PYTHONPATH": PATHS, trace.FOLDER_VARIABLE: str(logs.with_name("trace"))}
     return GroupSpec(name, env=env, log_folder=logs, **options)
@@ -304,6 +307,28 @@ def test_what_is_fetched_has_the_rows_and_the_width_of_the_batch(cluster: RayClu
     assert remote.num_parts == 3
     for key, column in batch.items():
         assert torch.equal(workers.fetch(remote[key], remote), column), key
+
+
+def test_the_ranks_of_a_block_get_the_same_rows_and_store_their_outputs_once(start: Start, tmp_path: Path) -> None:
+    """Three parts for two blocks of two ranks: the first block has two of the parts."""
+    config = tmp_path / "config.yaml"
+    sizes = "workers: {model: {parallel: d2t2}, ref: {ranks: 3}}"
+    config.write_text(f"experiment_name: e\ntrial_name: t\n{sizes}\nref: {{}}\n")
+    given = ["--config", str(config), f"cluster.fileroot={tmp_path}", "model.path=none", "train_dataset.path=none"]
+    workers = Workers(load_expr_config(given, DPOConfig)[0])
+    group = start("model", sizes=ParallelSizes(data=2, tensor=2))
+    engine = RemoteEngine(workers, group, "model", functools.partial(Tally, tmp_path, is_trained=False), None)
+    ids = torch.arange(1, 13).view(6, 2)
+    rows = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": torch.ones_like(ids)}
+    rows |= {"advantages": ids / 4, "group_index": torch.arange(6)}
+    remote = workers.scatter(TensorDict(rows, batch_size=[6]))
+    task = engine.submit("double", remote, output="doubled")
+    seen = [outcome.value for outcome in task.values.result(timeout=300)]
+    assert seen[0] == seen[1] and seen[2] == seen[3] and (len(seen[0]), len(seen[2])) == (4, 2)
+    assert len(task.pieces.result()) == remote.num_parts == 3
+    assert torch.equal(workers.fetch(Column(task.pieces, "doubled"), remote), 2 * ids)
+    updates = engine.updates_of(remote)
+    assert sorted(group for update in updates for group in update.groups) == [*range(6)]
 
 
 def widening(group: WorkerGroup, batch: RemoteBatch, factor: float) -> Call:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from testing_graphs import PPO, ppo
 
+from arealite.api.alloc_mode import ParallelSizes
 from arealite.api.run_folder import RunFolder
 from arealite.core.page import Incident, Progress, render, write_page
 from arealite.core.records import CallRecord, CallState
@@ -48,8 +49,8 @@ def progress() -> Progress:
         "critic_inf": CallState("replayed", START + 55.2, START + 56.4),
     }
     machines = {
-        Group("actor", ("actor",), 4, "PACK", None, 1): ["gpu-05", "gpu-06"],
-        Group("critic", ("critic", "ref"), 2, "PACK", None, 1): ["gpu-07"],
+        Group("actor", ("actor",), ParallelSizes(data=4), "PACK", None, 1): ["gpu-05", "gpu-06"],
+        Group("critic", ("critic", "ref"), ParallelSizes(data=2), "PACK", None, 1): ["gpu-07"],
     }
     text = "rank 1 of group critic died in critic_inf on gpu-04 <signal 9>; its workers were started anew on gpu-07"
     return Progress(ppo(), 12, states, machines, calls, [Incident(START + 19.6, text)])

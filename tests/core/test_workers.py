@@ -101,6 +101,8 @@ def test_a_batch_has_parts_for_groups_that_are_not_there_so_far(tmp_path: Path) 
     (tmp_path / "config.yaml").write_text(CONFIG)
     given = ["--config", str(tmp_path / "config.yaml"), "ref={}", "workers.ref.ranks=3"]
     assert Workers(load_expr_config(given, DPOConfig)[0]).num_parts == 3
+    divided = [*given, "workers.model.parallel=d4c2"]
+    assert Workers(load_expr_config(divided, DPOConfig)[0]).num_parts == 4, "blocks, not ranks"
 
 
 def test_a_master_is_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
