@@ -1,6 +1,6 @@
 """Peak memory of a training step, term by term, against the plan of `arealite check`.
 
-    python benchmarks/memory.py [--size small] [--ranks 2] [--tokens 1024] [--case plain] [--json] [--out FILE]
+    python benchmarks/memory.py [--size small] [--layout d2] [--tokens 1024] [--case plain] [--json] [--out FILE]
 
 Each case is one way to train, on fresh processes: a first step makes the moments, the second one is measured. State is
 counted tensor by tensor. On top of parameters and moments a step has three phases: the forward pass and the output
@@ -26,12 +26,13 @@ from circumstances import options, report
 from model_configs import SIZES, write_config
 
 from arealite.algorithms.logprobs import LazyLogits, count_loss_tokens, packed_logprobs_entropy
+from arealite.api.alloc_mode import ParallelSizes
 from arealite.api.cli_args import FSDPEngineConfig, MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from arealite.api.io_struct import FinetuneSpec
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.hf_model import build_meta_model
 from arealite.engine.packed_attention import PACKED_SDPA
-from arealite.planner.memory import FLOAT32, model_shape, phases, training_state
+from arealite.planner.memory import FLOAT32, model_shape, phases, shape_of_rank, training_state
 from arealite.utils.network import hold_port, port_of
 
 REPOSITORY = Path(__file__).parents[1]
@@ -49,7 +50,7 @@ def main() -> None:
     """Measure all cases and print one line for each; with `--rank` be one of the processes."""
     parser = options(__doc__)
     parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--layout", default="d2", help="sizes of the ranks, e.g. d2t2; with e the model has experts")
     parser.add_argument("--tokens", type=int, default=1024, help="of a micro-batch, of which a rank has two")
     parser.add_argument("--case", choices=CASES, action="append", help="measure only this one (may be repeated)")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -60,16 +61,17 @@ def main() -> None:
         return
     if not torch.cuda.is_available():
         del CASES["offloaded activations"]
-    for case in args.case or [case for case in CASES if case != "copies" or args.ranks % 2 == 0]:
+    sizes = ParallelSizes.from_str(args.layout)
+    for case in args.case or [case for case in CASES if case != "copies" or sizes.data % 2 == 0]:
         with tempfile.TemporaryDirectory() as folder:
-            write_config(Path(folder), args.size)
+            write_config(Path(folder), args.size, has_experts=sizes.expert > 1)
             measured = run(args, case, folder)
             planned = plan(args, CASES[case], folder)
         terms = {
             name: {"planned": planned[name], "measured": size, "ratio": round(planned[name] / size, 3)}
             for name, size in measured.items()
         }
-        result = {"case": case, "size": args.size, "ranks": args.ranks, "tokens": args.tokens, "terms": terms}
+        result = {"case": case, "size": args.size, "layout": args.layout, "tokens": args.tokens, "terms": terms}
         report(args, result, described)
 
 
@@ -83,8 +85,9 @@ def described(result: dict[str, Any]) -> str:
 def run(args: argparse.Namespace, case: str, folder: str) -> dict[str, int]:
     """Let the ranks measure a case, and return what the one with most found."""
     command = [sys.executable, __file__, *sys.argv[1:], "--case", case, "--folder", folder, "--rank"]
+    num_ranks = ParallelSizes.from_str(args.layout).world_size
     with hold_port() as holder:
-        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port_of(holder)), "WORLD_SIZE": str(args.ranks)}
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port_of(holder)), "WORLD_SIZE": str(num_ranks)}
         started = [
             subprocess.Popen(
                 [*command, str(rank)],
@@ -92,7 +95,7 @@ def run(args: argparse.Namespace, case: str, folder: str) -> dict[str, int]:
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            for rank in range(args.ranks)
+            for rank in range(num_ranks)
         ]
         found = [process.communicate()[0] for process in started]
     if any(process.returncode for process in started):
@@ -104,21 +107,22 @@ def run(args: argparse.Namespace, case: str, folder: str) -> dict[str, int]:
 def engine_config(args: argparse.Namespace, settings: dict[str, Any], folder: str) -> TrainEngineConfig:
     """Return the config of a case."""
     common = {"optimizer": OptimizerConfig(), "mb_spec": MicroBatchSpec(n_mbs=2), "init_from_scratch": True}
-    return TrainEngineConfig(path=folder, **common | settings)
+    return TrainEngineConfig(path=folder, parallel=args.layout, **common | settings)
 
 
 def plan(args: argparse.Namespace, settings: dict[str, Any], folder: str) -> dict[str, int]:
     """Return the terms as `arealite check` plans them."""
-    config = engine_config(args, settings, folder)
-    shape = model_shape(build_meta_model(folder, PACKED_SDPA))
-    ranks = args.ranks // config.fsdp.dp_replicate
+    config, sizes = engine_config(args, settings, folder), ParallelSizes.from_str(args.layout)
+    copies = config.fsdp.dp_replicate
+    shape = shape_of_rank(model_shape(build_meta_model(folder, PACKED_SDPA)), sizes, copies=copies)
+    ranks = sizes.data * sizes.context // copies
     assert config.optimizer is not None
     state = training_state(
         shape, ranks=ranks, has_optimizer=True, moment_bytes=2 if config.optimizer.type == "adam_bf16" else FLOAT32
     )
     found = phases(
         shape,
-        tokens=args.tokens,
+        tokens=args.tokens // sizes.context,
         ranks=ranks,
         compute_bytes=getattr(torch, config.dtype).itemsize,
         recomputes=True,
@@ -197,7 +201,8 @@ def tokens(args: argparse.Namespace) -> Any:
     """Return two rows of random tokens, each a micro-batch."""
     from tensordict import TensorDict
 
-    generator = torch.Generator().manual_seed(args.rank)
+    sizes = ParallelSizes.from_str(args.layout)
+    generator = torch.Generator().manual_seed(sizes.data_rank(args.rank))
     ids = torch.randint(1, 500, (2, args.tokens), generator=generator)
     ones = torch.ones_like(ids)
     loss_mask = ones.clone()

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 VOCABULARY = 151_936
 NAMES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
@@ -23,10 +23,16 @@ SIZES: dict[str, dict[str, Any]] = {
 """What the config of each size says."""
 
 
-def write_config(folder: Path, size: str, **changes: Any) -> None:
-    """Write the config of a model, for `init_from_scratch`."""
-    config = Qwen3Config(**SIZES[size] | changes, max_position_embeddings=40_960, rope_theta=1_000_000.0)
-    config.architectures = ["Qwen3ForCausalLM"]
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
+
+
+def write_config(folder: Path, size: str, *, has_experts: bool = False, **changes: Any) -> None:
+    """Write the config of a model, for `init_from_scratch`; experts share the width of the MLP."""
+    numbers = SIZES[size] | changes | {"max_position_embeddings": 40_960, "rope_theta": 1_000_000.0}
+    config = Qwen3Config(**numbers)
+    if has_experts:
+        config = Qwen3MoeConfig(**numbers, **EXPERTS, moe_intermediate_size=numbers["intermediate_size"] // 2)
+    config.architectures = [f"Qwen3{'Moe' * has_experts}ForCausalLM"]
     config.save_pretrained(folder)
 
 

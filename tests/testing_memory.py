@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -40,6 +41,8 @@ class PeakBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
+            if isinstance(tensor, DTensor):  # its own storage has the size of the whole, but no memory
+                tensor = tensor._local_tensor
             if isinstance(tensor, torch.Tensor):
                 self._count(tensor.untyped_storage())
         return result

@@ -1,7 +1,8 @@
 """`arealite plan-core`: predicts which layout of worker groups makes a step shorter, from the calls of a measured run.
 
 A call takes a serial part, and a parallel part times the share of the batch on its busiest rank. Not in the model:
-memory, and workers that slow each other down (on a CPU, more threads than cores).
+memory, workers that slow each other down (on a CPU, more threads than cores), and layouts that divide a model: those of
+the run and the config may, the proposed ones have data-parallel ranks.
 """
 
 import argparse
@@ -186,11 +187,11 @@ def measure(run: RunFolder, config: BaseExperimentConfig, graph: DataFlowGraph) 
 
 
 def _group_and_share(layout: Layout, role: str) -> tuple[Group, float]:
-    """Return the group of a role, and the share of the batch on its busiest rank: a batch has a part per rank of the
-    largest group."""
+    """Return the group of a role, and the share of the batch on its busiest rank: a batch has a part per block of the
+    group with the most, and the ranks of a block divide its work."""
     group = next(group for group in layout if role in group.roles)
-    num_parts = max(one.num_ranks for one in layout)
-    return group, -(-num_parts // group.num_ranks) / num_parts
+    num_parts = max(one.sizes.data for one in layout)
+    return group, -(-num_parts // group.sizes.data) / num_parts / group.sizes.block_size
 
 
 def simulate(graph: DataFlowGraph, layout: Layout, measured: Measurement) -> dict[str, tuple[float, float]]:
@@ -243,7 +244,7 @@ def _workers(given: WorkersConfig, partition: Sequence[Sequence[str]], ranks: Se
     """Return the config block: the first role of a group has its ranks, threads and strategy."""
     blocks: dict[str, Any] = {}
     for (owner, *others), num_ranks in zip(partition, ranks):
-        blocks[owner] = getattr(given, owner).new(ranks=num_ranks, share=None)
+        blocks[owner] = getattr(given, owner).new(ranks=num_ranks, parallel="", share=None)
         blocks |= {role: RoleConfig(share=owner) for role in others}
     return given.new(**blocks)
 

@@ -5,8 +5,10 @@ Mistral) and a memory-efficient kernel; the output layer is that of `algorithms/
 for the device's context, communication buffers, fragmentation, and temporaries of the backward pass.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from arealite.api.alloc_mode import ParallelSizes
 
 FLOAT32 = 4
 LOGITS_BLOCK, MIN_COLUMNS = 2**25, 1024  # of `algorithms/logprobs.py`: logits at once, tokens of the vocabulary in them
@@ -30,6 +32,9 @@ class ModelShape:
     has_qk_norm: bool
     is_tied: bool
     num_frozen: int = 0  # of the parameters
+    expert_parameters: int = 0  # of all layers
+    layer_experts: int = 0  # parameters of the experts of the largest layer
+    expert_shards: int = 0  # ranks that share the experts of a rank; 0 where these are sharded as the rest
 
 
 def model_shape(model: Any) -> ModelShape:
@@ -53,6 +58,33 @@ def model_shape(model: Any) -> ModelShape:
         has_qk_norm=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
         is_tied=bool(config.tie_word_embeddings),
         num_frozen=sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad),
+        expert_parameters=sum(map(_count_experts, layers)),
+        layer_experts=max(map(_count_experts, layers), default=0),
+    )
+
+
+def shape_of_rank(shape: ModelShape, sizes: ParallelSizes, *, copies: int = 1) -> ModelShape:
+    """Return what FSDP has left to shard: the model as one of the ranks p, t and e has it.
+
+    Experts over e are shards of one model, however many `copies` of the rest there are. A stage of p keeps activations
+    of p micro-batches, as many as those of all layers; embeddings and output layer are on different stages.
+    """
+    t, p = sizes.tensor, sizes.pipeline
+    outer = shape.outer_parameters // (1 if p == 1 or shape.is_tied else 2)
+    dense = (shape.num_parameters - shape.outer_parameters - shape.expert_parameters) // p + outer
+    experts = shape.expert_parameters // p // (copies if sizes.expert > 1 else 1)
+    of_layer, of_experts = shape.layer_parameters - shape.layer_experts, shape.layer_experts // max(t, sizes.expert)
+    return replace(
+        shape,
+        num_parameters=(dense + experts) // t,
+        layer_parameters=of_layer // t + of_experts,
+        layer_experts=of_experts,
+        expert_shards=sizes.data * sizes.context * t // sizes.expert if sizes.expert > 1 else 0,
+        outer_parameters=outer // t,
+        mlp=shape.mlp // t,
+        num_heads=shape.num_heads // t,
+        num_kv_heads=max(1, shape.num_kv_heads // t),
+        vocab=-(-shape.vocab // t),
     )
 
 
@@ -102,6 +134,8 @@ def phases(
     num_kept = min(shape.num_layers, 1) if offloads else shape.num_layers
     kept = tokens * num_kept * (shape.hidden * compute_bytes if recomputes else layer)
     block = tokens * min(shape.vocab, max(LOGITS_BLOCK // max(tokens, 1), MIN_COLUMNS))
+    own = shape.layer_experts if shape.expert_shards else 0  # FSDP divides their sum, in a further copy
+    received = own * (2 * FLOAT32 / max(1, shape.expert_shards) - FLOAT32 / ranks)
     head = (0 if shape.num_frozen else shape.vocab) * shape.hidden * outer_bytes
     hidden = tokens * shape.hidden * (outer_bytes + FLOAT32)
     trained = 0 if shape.num_frozen else 1
@@ -119,7 +153,7 @@ def phases(
             "gathered weights": outer + 2 * shape.layer_parameters * compute_bytes,
             "activations": kept + (tokens * layer if recomputes else 0),
             "output layer": head,
-            "gradients to send": round(shape.layer_parameters * (sent + trained * compute_bytes)),
+            "gradients to send": round(shape.layer_parameters * (sent + trained * compute_bytes) + trained * received),
         },
         "end": {"gradients to send": trained * shape.outer_parameters * FLOAT32 + max(trained * outer, summed)},
     }
@@ -143,6 +177,11 @@ def kv_bytes_per_token(shape: ModelShape, *, value_bytes: int, gpus: int = 1) ->
 def _norm(width: int, compute_bytes: int) -> int:
     """An RMSNorm keeps its input in float32 and the normalized one."""
     return width * (FLOAT32 + compute_bytes)
+
+
+def _count_experts(layer: Any) -> int:
+    """Experts are fused: one parameter has a matrix of each."""
+    return sum(parameter.numel() for parameter in layer.parameters() if parameter.ndim == 3)
 
 
 def _count(module: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -97,6 +98,21 @@ def test_adapters_are_planned_for_and_their_targets_checked(check, tiny) -> None
     assert "reference" not in shown
     status, shown = check(tiny, "actor.lora.target_modules=[w_proj]")
     assert status == 1 and "lora.target_modules must match linear layers of Qwen3ForCausalLM" in shown
+
+
+def test_ranks_that_divide_a_model(check, tiny) -> None:
+    """The plan counts what a rank has; the model's own numbers refuse sizes before anything starts."""
+    status, shown = check(tiny, "allocation_mode=lite.d1+d1")
+    (whole,) = re.findall(r"parameters ([0-9.]+) [0-9.]+ gradients", shown)
+    status, shown = check(tiny, "allocation_mode=lite.d1+c2")
+    assert status == 0 and "trainer d1p1t1c2: 2 ranks divide c2 tokens, heads ranks 0-1" in shown
+    (each,) = re.findall(r"parameters ([0-9.]+) [0-9.]+ gradients", shown)
+    assert float(each) == pytest.approx(float(whole) / 2, abs=2e-3)
+    status, shown = check(tiny, "allocation_mode=lite.d1+t8")
+    assert (
+        status == 1 and "problem: model: t of allocation_mode must divide the key heads of the model: got t8" in shown
+    )
+    assert "which has none. Write e1 in allocation_mode" in check(tiny, "allocation_mode=lite.d1+d2e2")[1]
 
 
 def test_a_config_that_cannot_be_used(check, tiny, capsys) -> None:
@@ -235,7 +251,9 @@ def test_memory_that_is_not_there(check, tiny) -> None:
     status, shown = check(tiny, *too_many)
     assert status == 1 and "problem: memory: the run needs about" in shown and "most of it activations" in shown
     assert f"of {psutil.virtual_memory().total / 2**30:.1f} GiB" in shown
-    assert "Set actor.gradient_checkpointing=true, or lower actor.mb_spec.max_tokens_per_mb" in shown
+    assert (
+        "Set actor.gradient_checkpointing=true, lower actor.mb_spec.max_tokens_per_mb, or raise c or t of the" in shown
+    )
     status, shown = check(tiny, "rollout.server_addrs=[127.0.0.1:1]")
     assert status == 0 and "AdamW moments" in shown and "next weights" not in shown, "the plan has no foreign servers"
     status, shown = check(tiny, "allocation_mode=lite.d1")

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from arealite.algorithms import logprobs
+from arealite.api.alloc_mode import ParallelSizes
 from arealite.engine.packed_attention import PACKED_SDPA
 from arealite.generation.model_runner import ModelRunner
 from arealite.planner.memory import (
@@ -16,6 +17,7 @@ from arealite.planner.memory import (
     layer_activations,
     model_shape,
     phases,
+    shape_of_rank,
     training_state,
     training_step,
 )
@@ -179,6 +181,33 @@ def test_options_of_memory_worked_by_hand() -> None:
     )
     state = training_state(shape, ranks=1, has_optimizer=True, moment_bytes=2)
     assert state["AdamW moments"] == state["gradients"] == 4 * shape.num_parameters
+
+
+def test_what_a_rank_has_of_a_model() -> None:
+    """1000 parameters: 2 layers of 300, of them 240 of experts, and 400 in no layer."""
+    shape = dataclasses.replace(
+        model_shape(build()),
+        num_parameters=1000,
+        layer_parameters=300,
+        outer_parameters=400,
+        is_tied=False,
+        expert_parameters=480,
+        layer_experts=240,
+    )
+
+    def of(text: str, copies: int = 1) -> tuple[int, int, int]:
+        found = shape_of_rank(shape, ParallelSizes.from_str(text), copies=copies)
+        return found.num_parameters, found.layer_parameters, found.outer_parameters
+
+    assert of("d4") == of("c4") == (1000, 300, 400), "the rest is FSDP's"
+    assert of("t2") == (500, 150, 200)
+    assert of("d4e4") == (1000, 60 + 60, 400), "a rank gathers a quarter of the experts"
+    assert of("d2t2e4") == (500, 30 + 60, 200)
+    assert of("d4e4", copies=2) == (520 + 240, 120, 400), "experts have no copies"
+    assert of("p2") == (300 + 200, 300, 200), "the embeddings are on one stage, the output layer on the other"
+    divided = shape_of_rank(shape, ParallelSizes.from_str("t2"))
+    assert (divided.num_heads, divided.num_kv_heads, divided.mlp, divided.vocab) == (2, 1, 96, 150)
+    assert (divided.hidden, divided.num_layers) == (shape.hidden, shape.num_layers), "inputs of layers are whole"
 
 
 def test_logits_are_there_in_blocks() -> None:

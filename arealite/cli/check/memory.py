@@ -8,13 +8,15 @@ import torch
 from rich.table import Column, Table
 from transformers import PreTrainedModel
 
-from arealite.api.alloc_mode import AllocationMode
+from arealite.api.alloc_mode import AllocationMode, ParallelSizes
 from arealite.api.cli_args import BaseExperimentConfig as Config
 from arealite.api.cli_args import OptimizerConfig, TrainEngineConfig
 from arealite.cli.check.findings import Findings, Level
 from arealite.cli.check.model import context_of
 from arealite.engine.hf_model import build_meta_model
+from arealite.engine.parallel.layers import check_sizes
 from arealite.inference.backends.program import SHARED_MEMORY, ServerProgram
+from arealite.launcher.plan.jobs import mesh_lines
 from arealite.launcher.plan.layout import foreign_servers, make_layout
 from arealite.launcher.plan.plan import make_plan
 from arealite.planner.memory import (
@@ -22,6 +24,7 @@ from arealite.planner.memory import (
     ModelShape,
     kv_bytes_per_token,
     model_shape,
+    shape_of_rank,
     training_state,
     training_step,
 )
@@ -34,8 +37,10 @@ _MORE_RANKS = "{more}, use a smaller model, or {key}.fsdp.offload_params=true."
 _MOMENT_BYTES = {"adam": FLOAT32, "adam_bf16": 2}
 _KNOBS = {
     "AdamW moments": "{more}, use a smaller model, {key}.optimizer.type=adam_bf16, or {key}.fsdp.offload_params=true.",
-    "activations": "Set {key}.gradient_checkpointing=true, or lower {key}.mb_spec.max_tokens_per_mb. On GPUs "
-    "{key}.activation_offloading=true moves what is left to the host.",
+    "activations": "Set {key}.gradient_checkpointing=true, lower {key}.mb_spec.max_tokens_per_mb, or raise c or "
+    "t of the trainer in allocation_mode. On GPUs {key}.activation_offloading=true moves what is left to the host.",
+    "gathered weights": "Raise t of the trainer in allocation_mode, or use a smaller model.",
+    "output layer": "Raise t of the trainer in allocation_mode, or its c, or lower {key}.mb_spec.max_tokens_per_mb.",
     "whole gradients": "Set {key}.fsdp.reduce_once=false.",
     "servers' cache": "Lower lite.slots or lite.context.",
     "its server": "Lower what servers take: sglang.mem_fraction_static or vllm.gpu_memory_utilization.",
@@ -77,13 +82,15 @@ def check_memory(
         shape, (_, block) = model_shape(model), config.trained
         paths = {role: path for role in _beside(config) if (path := _path(config, role)) not in (None, block.path)}
         attention = model.config._attn_implementation
-        others = {role: model_shape(build_meta_model(path, attention)) for role, path in paths.items()}
+        others = {role: model_shape(_divisible(config, role, path, attention)) for role, path in paths.items()}
         new = config.sampling.max_new_tokens if config.sampling is not None else 0
         longest = int(min(longest_prompt + new, context_of(config, model)))
         room = [gpu.memory for gpu in gpus]
         plan = plan_memory(findings, config, shape, longest, gpus=room, host=node.memory, others=others)
         if not findings.is_brief:
-            findings.console.print("", plan, "")
+            train = AllocationMode.from_str(config.allocation_mode).train
+            mesh = mesh_lines(train) if config.workers is None else []
+            findings.console.print("", plan, "", *mesh, sep="\n", markup=False)
 
 
 def plan_memory(
@@ -133,6 +140,13 @@ def _beside(config: Config) -> list[str]:
     return [role for role, is_there in has.items() if is_there]
 
 
+def _divisible(config: Config, role: str, path: str, attention: str) -> PreTrainedModel:
+    """Build the model of a role without its weights; its ranks must be able to divide it."""
+    model = build_meta_model(path, attention)
+    check_sizes(model, ParallelSizes.from_str(_block(config, role).parallel or "d1"))
+    return model
+
+
 def _path(config: Config, role: str) -> str | None:
     block: Any = getattr(config, role, None)
     return block.get("path") if isinstance(block, dict) else getattr(block, "path", None)
@@ -163,20 +177,27 @@ def _groups(config: Config, shapes: Mapping[str, ModelShape], longest: int, rank
     return ranks_of_groups
 
 
+def _of_rank(block: TrainEngineConfig, shape: ModelShape, ranks: int) -> tuple[ParallelSizes, ModelShape, int]:
+    """Return how `ranks` divide a model, what of it one has before FSDP, and over how many ranks FSDP shards that."""
+    sizes, copies = ParallelSizes.from_str(block.parallel or f"d{ranks}"), block.fsdp.dp_replicate
+    return sizes, shape_of_rank(shape, sizes, copies=copies), sizes.data * sizes.context // copies or 1
+
+
 def _state(config: Config, shapes: Mapping[str, ModelShape], roles: Iterable[str], ranks: int) -> Parts:
     """Add up the memory that a rank holds for its roles."""
     trained, state = config.trained[0], Parts()
     for role in roles:
         block = _block(config, role)
         optimizer = block.optimizer or OptimizerConfig()
-        sizes = training_state(
-            shapes[role],
-            ranks=ranks // block.fsdp.dp_replicate or 1,
+        _, shape, num_shards = _of_rank(block, shapes[role], ranks)
+        parts = training_state(
+            shape,
+            ranks=num_shards,
             has_optimizer=role in (trained, "critic"),
             compute_bytes=getattr(torch, config.trained[1].dtype).itemsize,
             moment_bytes=_MOMENT_BYTES[optimizer.type],
         )
-        state |= sizes if role == trained else {"reference" if role == "ref" else role: sum(sizes.values())}
+        state |= parts if role == trained else {"reference" if role == "ref" else role: sum(parts.values())}
     return state
 
 
@@ -187,7 +208,8 @@ def _step(config: Config, shape: ModelShape, longest: int, role: str, ranks: int
     if config.rollout is not None and config.sampling is not None:
         num_minibatches = getattr(block, "ppo_n_minibatches", 1) if is_trained else 1
         rows = -(-config.rollout.consumer_batch_size // num_minibatches) * config.sampling.n_samples
-    tokens, spec = -(-rows // ranks) * max(longest, 1), block.mb_spec
+    sizes, shape, num_shards = _of_rank(block, shape, ranks)
+    tokens, spec = -(-rows // sizes.data) * max(longest, 1), block.mb_spec
     micro = -(-tokens // spec.n_mbs)
     if spec.max_tokens_per_mb is not None:
         micro = min(micro, max(spec.max_tokens_per_mb, longest))
@@ -195,8 +217,8 @@ def _step(config: Config, shape: ModelShape, longest: int, role: str, ranks: int
         shape = replace(shape, vocab=1)
     return training_step(
         shape if is_trained else replace(shape, num_layers=0, num_frozen=shape.num_parameters),
-        tokens=micro,
-        ranks=ranks // block.fsdp.dp_replicate or 1,
+        tokens=-(-micro // sizes.context),
+        ranks=num_shards,
         compute_bytes=getattr(torch, block.dtype).itemsize,
         outer_bytes=FLOAT32 if block.cast_lm_head_to_fp32 else None,
         accumulates=micro < tokens and block.fsdp.reduce_once,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from arealite.api.alloc_mode import ParallelSizes
 from arealite.api.cli_args import BaseExperimentConfig as Config
 from arealite.chat.certificate import Certificate, certify
 from arealite.chat.template import prompt_tokens
@@ -19,6 +20,7 @@ from arealite.dataset.prepare import expanded
 from arealite.engine.hf_model import build_meta_model
 from arealite.engine.lora import add_adapters
 from arealite.engine.packed_attention import pick_attention
+from arealite.engine.parallel.layers import check_sizes
 from arealite.inference.backends.program import ServerProgram
 from arealite.launcher.plan.layout import foreign_servers
 from arealite.planner.memory import model_shape
@@ -42,6 +44,7 @@ def check_model(findings: Findings, config: Config) -> PreTrainedModel:
             f"{key}.path must be a folder, or a model of the hub that is downloaded or can be: got {block.path}. "
             f"Correct it, or look at the connection ({' '.join(str(error).split()).partition('. ')[0]})."
         ) from error
+    check_sizes(model, ParallelSizes.from_str(block.parallel or "d1"))
     if block.lora is not None:
         add_adapters(model, block)
     shape = model_shape(model)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import arealite
+from arealite.api.alloc_mode import ParallelSizes
 from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig
 from arealite.api.config.algorithm import describe_choices
 from arealite.api.script import TRACEBACK_VARIABLE
@@ -84,6 +85,8 @@ def plan_lines(run: Run, *, by: str) -> Iterator[str]:
     if samples_in_trainer(config):
         yield "trainer-0 also samples: its process runs the server lite, on its own parameters"
     yield from _group_lines(run)
+    if not plan.groups and plan.trainers and config.allocation is not None:
+        yield from mesh_lines(config.allocation.train)
     num_gpus = plan.num_nodes * plan.gpus_per_node
     if idle := num_gpus - plan.num_gpus:
         yield f"{idle} of {num_gpus} GPUs stay idle"
@@ -114,10 +117,43 @@ def _group_lines(run: Run) -> Iterator[str]:
         yield "workers of trainer-0, on nodes that Ray chooses"
     for group in plan.groups:
         name = f"{group.name}-0" if group.num_ranks == 1 else f"{group.name}-{{{_span(range(group.num_ranks))}}}"
+        shape = f"{group.sizes}, " if group.sizes != ParallelSizes(data=group.num_ranks) else ""
         gpus = f"{group.num_gpus} GPUs, " if group.num_gpus > 1 else "1 GPU, " if group.num_gpus else ""
         threads = group.threads or trainer_threads(config, plan, num_ranks=plan.num_workers)
-        needs = f"{gpus}{threads} {'thread' if threads == 1 else 'threads'} each, {group.strategy}"
+        needs = f"{shape}{gpus}{threads} {'thread' if threads == 1 else 'threads'} each, {group.strategy}"
         yield f"  {name:<14} {needs}, for {', '.join(group.roles)}  log {name}.log"
+
+
+_SHOWN_GROUPS = 4
+
+
+def mesh_lines(sizes: ParallelSizes) -> Iterator[str]:
+    """Spell which ranks of a trainer divide what: for each size above 1, the groups that exchange it."""
+    below = {"t": 1, "c": sizes.tensor, "d": sizes.tensor * sizes.context}  # distance of two ranks of a group
+    below |= {"p": below["d"] * sizes.data, "e": 1}
+    dimensions = {
+        "p": (sizes.pipeline, "layers"),
+        "d": (sizes.data, "rows, state"),
+        "c": (sizes.context, "tokens, heads"),
+        "t": (sizes.tensor, "matrices, vocabulary"),
+        "e": (sizes.expert, "experts"),
+    }
+    if sizes.world_size > 1:
+        yield f"trainer {sizes}: {sizes.world_size} ranks divide"
+    for letter, (size, what) in dimensions.items():
+        step = below[letter]
+        firsts = [rank for rank in range(sizes.world_size) if rank // step % size == 0]
+        groups = [_group(range(first, first + size * step, step)) for first in firsts[:_SHOWN_GROUPS]]
+        more = f"  ... ({len(firsts)} groups)" if len(firsts) > _SHOWN_GROUPS else ""
+        if size > 1:
+            yield f"  {f'{letter}{size}':<4} {what:<20} ranks {'  '.join(groups)}{more}"
+
+
+def _group(ranks: range) -> str:
+    """Spell equally distant ranks as `0-7`, `0,4` or `0,2..14`."""
+    if ranks.step == 1:
+        return _span(ranks)
+    return ",".join(map(str, ranks)) if len(ranks) < 4 else f"{ranks[0]},{ranks[1]}..{ranks[-1]}"
 
 
 def trainer_threads(config: BaseExperimentConfig, plan: Plan, *, num_ranks: int) -> int:

@@ -1,14 +1,14 @@
 """The servers of a run, our own and those of others, and the groups of workers of a master: roles, ranks, devices.
 
-The first role that shares with none has its own workers, as has each role with `ranks`; the others share those of the
-first. The trained model's role comes first, then the roles follow in the order of the config's class.
+The first role that shares with none has its own workers, as has each role with `ranks` or `parallel`; the others share
+those of the first. The trained model's role comes first, then the roles follow in the order of the config's class.
 """
 
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from arealite.api.alloc_mode import AllocationMode
+from arealite.api.alloc_mode import AllocationMode, ParallelSizes
 from arealite.api.cli_args import BaseExperimentConfig, RoleConfig, WorkersConfig
 from arealite.api.config.run import RunConfig
 from arealite.api.errors import ConfigError, require
@@ -23,10 +23,14 @@ class Group:
 
     name: str  # of the role whose group it is; its logs are `<name>-<rank>.log`
     roles: tuple[str, ...]
-    num_ranks: int
+    sizes: ParallelSizes  # of its engines: the ranks of a block compute on the same rows
     strategy: str  # how Ray places them on nodes
     threads: int | None  # of each; None is a share of the cores
     gpus_per_rank: int  # 0 on a CPU cluster
+
+    @property
+    def num_ranks(self) -> int:
+        return self.sizes.world_size
 
     @property
     def num_gpus(self) -> int:
@@ -41,15 +45,16 @@ def make_layout(config: BaseExperimentConfig, roles: Collection[str] | None = No
     workers = config.workers or WorkersConfig()
     wishes = _wishes(config, workers, _roles(config, workers) if roles is None else roles)
     first = next(wish.share or role for role, wish in wishes.items())  # it shares with none, as shares form no ring
-    own = {role: role if wish.ranks is not None else first for role, wish in wishes.items()}
+    given = {role: sizes for role, wish in wishes.items() if (sizes := _given_sizes(role, wish)) is not None}
+    own = {role: role if role in given else first for role in wishes}
     owner = {role: own[wish.share or role] for role, wish in wishes.items()}
     mode = config.allocation
-    default_ranks = max(1, mode.train_world_size) if mode is not None else 1
+    default_sizes = mode.train if mode is not None and mode.train.data else ParallelSizes()
     groups = tuple(
         Group(
             name=name,
             roles=tuple(role for role in wishes if owner[role] == name),
-            num_ranks=wishes[name].ranks or default_ranks,
+            sizes=given.get(name, default_sizes),
             strategy=wishes[name].strategy,
             threads=wishes[name].threads,
             gpus_per_rank=int(config.cluster.n_gpus_per_node > 0),
@@ -57,7 +62,11 @@ def make_layout(config: BaseExperimentConfig, roles: Collection[str] | None = No
         for name in dict.fromkeys(owner.values())
     )
     for role, wish in wishes.items():
-        said = [key for key in ("ranks", "threads", "strategy") if getattr(wish, key) != getattr(RoleConfig(), key)]
+        of_engine = getattr(getattr(config, role, None), "parallel", "")
+        change = f"Set workers.{role}.parallel."
+        require(not of_engine, f"{role}.parallel must be left out with workers: got {of_engine}. {change}")
+        own_keys = ("ranks", "parallel", "threads", "strategy")
+        said = [key for key in own_keys if getattr(wish, key) != getattr(RoleConfig(), key)]
         require(
             owner[role] == role or not said,
             f"workers.{role} must not have {listed(said)}, as its workers are those of {owner[role]}: got "
@@ -65,6 +74,25 @@ def make_layout(config: BaseExperimentConfig, roles: Collection[str] | None = No
         )
     _check_devices(config, groups)
     return groups
+
+
+def _given_sizes(role: str, wish: RoleConfig) -> ParallelSizes | None:
+    """Return the sizes that the block of a role gives, None if it gives none."""
+    if not wish.parallel:
+        return None if wish.ranks is None else ParallelSizes(data=wish.ranks)
+    try:
+        sizes = ParallelSizes.from_str(wish.parallel)
+    except ConfigError as error:
+        change = "Write one or more of d<N>, p<N>, t<N>, c<N> and e<N>; e divides d x c x t and is a multiple of t."
+        raise ConfigError(
+            f"workers.{role}.parallel must be sizes such as d2t2: got {wish.parallel}. {change}"
+        ) from error
+    require(
+        wish.ranks in (None, sizes.world_size),
+        f"workers.{role}.ranks must be those of workers.{role}.parallel, {sizes.world_size} of {wish.parallel}: got "
+        f"{wish.ranks}. Remove one of the two.",
+    )
+    return sizes
 
 
 def _roles(config: BaseExperimentConfig, workers: WorkersConfig) -> list[str]:

@@ -138,12 +138,6 @@ def make_plan(config: BaseExperimentConfig) -> Plan:
             "allocation_mode must be given to a launcher: got nothing. "
             "Add e.g. allocation_mode=lite.d1p1t1+d1p1t1 (servers and trainers) or allocation_mode=d1 (trainers only)."
         )
-    for name, size in {"p": mode.train.pipeline, "t": mode.train.tensor}.items():
-        if size > 1:
-            raise ConfigError(
-                f"the trainer's {name} in allocation_mode must be 1 (only data parallelism is supported yet): "
-                f"got {name}{size}. Write d{mode.train_world_size}p1t1 to use as many devices."
-            )
     num_servers = num_own_servers(config, mode)
     is_evaluation = mode.is_evaluation
     groups = make_layout(config) if config.workers is not None and trains(config) else ()

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 import arealite
+from arealite.api.alloc_mode import AllocationMode, ParallelSizes
 from arealite.api.config.run import RunConfig, load_run_config
 from arealite.api.errors import ConfigError
 from arealite.launcher.place.base import Job
 from arealite.launcher.place.local import LocalPlace
-from arealite.launcher.plan.jobs import plan_lines, server_job, trainer_job
+from arealite.launcher.plan.jobs import mesh_lines, plan_lines, server_job, trainer_job
 from arealite.launcher.plan.plan import Plan, Run, checked_plan, make_plan
 from arealite.utils.devices import visible_gpus
 
@@ -284,6 +285,22 @@ def test_servers_that_sleep_on_the_trainers_gpus(load, server_python, nvidia_smi
     assert {"--enable-sleep-mode": "", "--gpu-memory-utilization": "0.3"}.items() <= flags_of(program(job)).items()
 
 
+def test_the_mesh_of_a_trainer_is_spelled():
+    assert [*mesh_lines(AllocationMode.from_str("sglang.d16p1m1+d32p2m1").train)] == [
+        "trainer d32p2t1: 64 ranks divide",
+        "  p2   layers               ranks 0,32  1,33  2,34  3,35  ... (32 groups)",
+        "  d32  rows, state          ranks 0-31  32-63",
+    ]
+    assert [*mesh_lines(ParallelSizes.from_str("d2t2c2e4"))] == [
+        "trainer d2p1t2c2e4: 8 ranks divide",
+        "  d2   rows, state          ranks 0,4  1,5  2,6  3,7",
+        "  c2   tokens, heads        ranks 0,2  1,3  4,6  5,7",
+        "  t2   matrices, vocabulary ranks 0-1  2-3  4-5  6-7",
+        "  e4   experts              ranks 0-3  4-7",
+    ]
+    assert [*mesh_lines(ParallelSizes())] == []
+
+
 @pytest.mark.parametrize("name", ["sglang", "vllm"])
 def test_servers_that_sleep_on_a_cpu_save_no_memory(load, server_python, name):
     """They refuse the flags there, but not the calls."""
@@ -299,8 +316,14 @@ def test_servers_that_sleep_on_a_cpu_save_no_memory(load, server_python, name):
     "overrides, message",
     [
         (["actor.path=tiny"], "allocation_mode must be given"),
-        (["actor.path=tiny", "allocation_mode=lite.d1+d2p2"], "trainer's p in allocation_mode must be 1"),
-        (["actor.path=tiny", "allocation_mode=lite.d1+d2t2"], "trainer's t in allocation_mode must be 1"),
+        (
+            ["actor.path=tiny", "allocation_mode=lite.d1+d2t2", "actor.torch_compile=true"],
+            "t of the trainer must be 1 with actor.torch_compile: got d2p1t2. Write t1 and d4",
+        ),
+        (
+            ["actor.path=tiny", "allocation_mode=lite.d1+d2t2", "actor.lora.rank=4"],
+            "t of the trainer must be 1 with actor.lora: got d2p1t2. Write t1 and d4",
+        ),
         (["actor.path=tiny", "allocation_mode=vllm.d1+d1"], "must be installed: got vllm.d1p1t1+d1p1t1"),
         (["actor.path=tiny", "allocation_mode=vllm.d1+d1", "launcher.server_python=/no/python"], "server_python must"),
         (["actor.path=tiny", "allocation_mode=vllm.d1p2+d1", "rollout.weight_update=disk"], "vllm must have p1 "),

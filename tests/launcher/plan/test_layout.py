@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from arealite.api.alloc_mode import ParallelSizes
 from arealite.api.cli_args import (
     BaseExperimentConfig,
     PPOConfig,
@@ -63,6 +64,21 @@ def test_ranks_give_a_role_workers_of_its_own_which_others_may_share() -> None:
     assert groups(ppo("workers.actor.ranks=3", "workers.ref.ranks=1")) == [(("actor", "critic"), 3), (("ref",), 1)]
 
 
+def test_sizes_give_a_role_workers_of_its_own_whose_models_they_divide() -> None:
+    actor, critic = make_layout(ppo("workers.actor.parallel=d1t2", "workers.critic.parallel=d2c2"))
+    assert (actor.roles, actor.sizes, actor.num_ranks) == (("actor", "ref"), ParallelSizes(tensor=2), 2)
+    assert (critic.roles, critic.sizes, critic.num_ranks) == (("critic",), ParallelSizes(data=2, context=2), 4)
+    (both,) = make_layout(ppo("workers.actor={parallel: d2e2, ranks: 2}"))
+    assert both.sizes == ParallelSizes(data=2, expert=2)
+
+
+def test_the_first_group_has_the_sizes_of_the_trainer_and_ranks_are_of_data_alone() -> None:
+    actor, ref = make_layout(ppo("allocation_mode=sglang.d2+d2t2", "workers.ref.ranks=2"))
+    assert (actor.sizes, ref.sizes) == (ParallelSizes(data=2, tensor=2), ParallelSizes(data=2))
+    (alone,) = make_layout(ppo("allocation_mode=sglang.d2+d2t2", "workers.actor.ranks=4"))
+    assert alone.sizes == ParallelSizes(data=4)
+
+
 def test_a_trained_role_may_share_too() -> None:
     assert groups(ppo("workers.actor.share=critic")) == [(("actor", "critic", "ref"), 4)]
     assert make_layout(ppo("workers.actor.share=critic"))[0].name == "critic"
@@ -94,6 +110,11 @@ MISTAKES: list[tuple[list[str], str, str]] = [
     ),
     (["workers.ref={share: actor, ranks: 2}"], "workers.ref", "2"),
     (["workers.ref={threads: 2, strategy: SPREAD}"], "workers.ref", "2 and SPREAD"),
+    (["workers.ref={share: actor, parallel: d1t2}"], "workers.ref", "d1t2"),
+    (["workers.actor={parallel: d2t2, ranks: 2}"], "workers.actor.ranks", "2"),
+    (["workers.actor.parallel=x2"], "workers.actor.parallel", "x2"),
+    (["workers.actor.parallel=d2e4"], "workers.actor.parallel", "d2e4"),
+    (["actor.parallel=d1t2"], "actor.parallel", "d1t2"),
     (["workers.teacher.ranks=2"], "workers", "teacher"),
     (["workers.critic.ranks=3"], "workers", "4 of actor and 3 of critic beside 2 GPUs of servers, and 1 x 8 GPUs"),
     (
@@ -194,7 +215,7 @@ def test_workers_share_the_cores_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_dry_run_shows_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(60)))
-    config = ppo("workers.critic={ranks: 1, threads: 1, strategy: STRICT_PACK}", "workers.ref.share=critic")
+    config = ppo("workers.critic={parallel: t2, threads: 1, strategy: STRICT_PACK}", "workers.ref.share=critic")
     lines = list(plan_lines(Run(config, make_plan(config), Path("e.py"), []), by="local"))
     begin = lines.index("node 0")
     assert lines[begin : lines.index("server-0 runs")] == [
@@ -203,11 +224,10 @@ def test_a_dry_run_shows_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
         "  server-1       GPU 1     log server-1.log",
         "  trainer-0      log trainer-0.log",
         "workers of trainer-0, on nodes that Ray chooses",
-        "  actor-{0-3}    4 GPUs, 11 threads each, PACK, for actor  log actor-{0-3}.log",
-        "  critic-0       1 GPU, 1 thread each, STRICT_PACK, for critic, ref  log critic-0.log",
-        "1 of 8 GPUs stay idle",
+        "  actor-{0-3}    4 GPUs, 9 threads each, PACK, for actor  log actor-{0-3}.log",
+        "  critic-{0-1}   d1p1t2, 2 GPUs, 1 thread each, STRICT_PACK, for critic, ref  log critic-{0-1}.log",
     ]
-    assert any("OMP_NUM_THREADS=11 RANK=0 WORLD_SIZE=1" in line for line in lines)
+    assert any("OMP_NUM_THREADS=9 RANK=0 WORLD_SIZE=1" in line for line in lines)
 
 
 @pytest.mark.parametrize("launcher, start", [("slurm", slurm_main), ("torchrun", torchrun_main), ("ray", ray_main)])

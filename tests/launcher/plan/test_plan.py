@@ -103,7 +103,6 @@ def test_servers_of_others_must_have_addresses(monkeypatch):
 @pytest.mark.parametrize(
     "mode, nodes, gpus, message",
     [
-        ("sglang.d64p1t1+d32p2m1", 16, 8, "only data parallelism is supported yet"),
         ("sglang.d1t16+d8", 4, 8, "a server must fit into one node: got d1p1t16"),
         ("sglang.d3t3+d3", 2, 6, None),
         ("sglang.d4t3+d2", 4, 4, "needs 5 nodes with 4 GPUs as no server is spread over two"),
