@@ -14,7 +14,7 @@ PIP          = $(VENV)/bin/python -m pip install --no-compile --disable-pip-vers
 # Bytecode is kept, also where the environment forbids it: a run of the tests imports the package a hundred times.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-examples test-install test-benchmarks test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-simulate test-hostile test-agents test-options test-sandbox test-view pictures test-mistakes test-core test-core-faults test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime benchmark-burst benchmark-scale benchmark-core benchmark-agents benchmark-algorithms benchmark-data benchmark-logprobs benchmark-async benchmark-step benchmark-original benchmark-packing benchmark-weights benchmark-memory benchmark-gpu simulate-validate lint format docs clean
+.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-examples test-install test-benchmarks test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-simulate test-parallel test-hostile test-agents test-options test-sandbox test-view pictures test-mistakes test-core test-core-faults test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime benchmark-burst benchmark-scale benchmark-core benchmark-agents benchmark-algorithms benchmark-data benchmark-logprobs benchmark-async benchmark-step benchmark-original benchmark-packing benchmark-parallel benchmark-weights benchmark-memory benchmark-gpu simulate-validate lint format docs clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -128,6 +128,9 @@ test-hosts: $(VENV)/.installed            ## train by torchrun over hosts with n
 test-simulate: $(VENV)/.installed-dev            ## simulate large clusters whose servers die, hang and slow down, in virtual time (2 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 -m slow tests/simulate $(ARGS)
 
+test-parallel: $(VENV)/.installed-dev            ## train models over tensor, context, expert and pipeline ranks: the numbers of one rank (12 minutes; ARGS=--short: 8)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadgroup -m slow tests/engine/parallel tests/test_parallel_runs.py $(ARGS)
+
 test-elastic: $(VENV)/.installed            ## servers join, leave and die during a run (2 minutes)
 	PYTHONPATH=tests $(VENV)/bin/python -m cluster.elastic
 
@@ -198,6 +201,9 @@ benchmark-original: $(VENV)/.installed            ## compare our rollout runtime
 
 benchmark-packing: $(VENV)/.installed            ## measure the positions left unused by packing and distributing rows (half a minute)
 	$(VENV)/bin/python benchmarks/packing.py $(ARGS)
+
+benchmark-parallel: $(VENV)/.installed            ## measure what dividing a model over 4 ranks costs: tokens/s, collectives, padding (20 minutes)
+	$(VENV)/bin/python benchmarks/parallel.py $(ARGS)
 
 benchmark-algorithms: $(VENV)/.installed            ## train with every algorithm, 3 seeds and 3 staleness bounds; continues an interrupted series (2 hours)
 	$(VENV)/bin/python benchmarks/algorithms.py $(ARGS)

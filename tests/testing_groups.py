@@ -51,6 +51,11 @@ class Tally:
         self._count("widened")
         return batch["input_ids"][:, :1] * factor * torch.ones(WIDE)
 
+    def double(self, batch: TensorDict) -> list[int]:
+        """Double the ids, and return the first one of each row."""
+        batch["doubled"] = 2 * batch["input_ids"]
+        return list(batch["input_ids"][:, 0].tolist())
+
     def total(self, batch: TensorDict) -> dict[str, float]:
         return {"total": float(all_reduce(batch["wide"].double().sum()))}
 
