@@ -23,7 +23,7 @@ def score(prompt, completions, prompt_ids, completion_ids, **row):
     return float(sum(completion_ids) % 7) / 7
 """
 LORA = ("actor.lora.rank=4",)
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parallel_runs")]  # runs on one rank are shared
 
 
 @pytest.fixture(scope="module")

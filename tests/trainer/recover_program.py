@@ -61,7 +61,7 @@ def state_of(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     """Weights and optimizer state, whole."""
     state = engine.state_dict()
     found = {name: full(tensor) for name, tensor in state["model"].items()}
-    for name, values in state["optimizer"]["state"].items():
+    for name, values in state["optimizer"].items():
         found |= {f"{name}.{key}": full(value) for key, value in values.items()}
     return found
 
