@@ -52,17 +52,17 @@ MAY_IMPORT = {
 ROOM_CEILINGS = {
     "__init__.py": 93,
     "agent": 1572,
-    "algorithms": 891,
-    "api": 2753,
+    "algorithms": 889,
+    "api": 2744,
     "chat": 483,
     "cli": 1947,
     "core": 2197,
     "dataset": 805,
-    "engine": 2563,
+    "engine": 2559,
     "generation": 901,
     "inference": 2565,
-    "launcher": 2590,
-    "planner": 129,
+    "launcher": 2594,
+    "planner": 130,
     "reward": 599,
     "rollout": 2296,
     "server": 534,
@@ -76,12 +76,12 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 28859,
+    "code of the package": 28849,
     "files of a GRPO run": 136,
-    "code of a GRPO run": 18119,
+    "code of a GRPO run": 18108,
     "import depth": 18,
     "keys of a GRPO config": 363,
-    "lines of pages": 5826,
+    "lines of pages": 5827,
     "lines of README.md": 129,
 }
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 600

@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness.processes import REPOSITORY
 from test_end_to_end import CONFIGS, run_rl
-from test_recovered_runs import STEPS, HeldScript, Run
+from test_recovered_runs import STEPS, Run
 from testing_quickstart import WORD_PROBLEMS
 from testing_runs import launch, metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3MoeConfig
@@ -140,11 +140,7 @@ def runs(models: dict[str, Path], tmp_path: Path) -> Iterator[dict[str, Run]]:
 def test_a_killed_run_goes_on_in_another_layout(runs: dict[str, Run], tmp_path: Path) -> None:
     whole, cut = runs["whole"], runs["cut"]
     whole.finish(whole.start())
-    launcher = cut.start(entry=(held := HeldScript(tmp_path, "update", when="step == 3")).path)
-    cut.wait_until_held(held, launcher)
-    launcher.process.kill()
-    launcher.process.wait(120)
-    held.let_go()
+    cut.kill_in_update(tmp_path)
     cut.finish(cut.start("allocation_mode=lite.d1+c2"))
     assert "resuming after step 1 from " in cut.output
     assert [cut.prompts(step) for step in range(STEPS)] == [whole.prompts(step) for step in range(STEPS)]

@@ -89,6 +89,14 @@ class Run:
     def finish(self, launcher: Launcher) -> None:
         assert launcher.process.wait(DEADLINE_S) == 0, self.output
 
+    def kill_in_update(self, folder: Path) -> None:
+        """Start the run, and kill its launcher before the update of step 3."""
+        launcher = self.start(entry=(held := HeldScript(folder, "update", when="step == 3")).path)
+        self.wait_until_held(held, launcher)
+        launcher.process.kill()
+        launcher.process.wait(120)
+        held.let_go()
+
     @property
     def output(self) -> str:
         return "".join(launcher.text() for launcher in self.launchers)
@@ -165,11 +173,7 @@ def test_a_killed_launcher_and_then_two_ranks(make_run: Callable[[str, str], Run
     """The user starts the same command again; later the run goes on with more ranks."""
     whole, cut = (make_run(name, "lite.d1p1t1+d1p1t1") for name in ("whole", "cut"))
     whole.finish(whole.start())
-    launcher = cut.start(entry=(held := HeldScript(tmp_path, "update", when="step == 3")).path)
-    cut.wait_until_held(held, launcher)
-    launcher.process.kill()
-    launcher.process.wait(120)
-    held.let_go()
+    cut.kill_in_update(tmp_path)
     cut.finish(cut.start())
     assert "resuming after step 1 from " in cut.output and "restart" not in cut.output
     assert_same_run(cut, whole)

@@ -323,11 +323,9 @@ def gather_logprobs_entropy(
     if split.tokens is not None:
         labels, kept = _own_tokens(labels, kept, split.tokens, each)
         hidden_NH = hidden_NH[: len(labels)]  # without the padding that ends the tokens
-    if split.first_id:
-        labels, kept = (
-            labels - split.first_id,
-            None if kept is None else kept._replace(ids_M=kept.ids_M - split.first_id),
-        )
+    if split.first_id:  # ids count from the first one of this rank's part
+        labels = labels - split.first_id
+        kept = None if kept is None else kept._replace(ids_M=kept.ids_M - split.first_id)
     scale, softcap, group = logits.scale, logits.softcap, split.vocabulary
     settings = _Settings(temperature, scale, softcap, with_entropy, entropy_grad, group)
     found = _LogprobsAndEntropy.apply(hidden_NH, logits.weight_VH, logits.bias_V, labels, kept, settings)

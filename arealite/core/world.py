@@ -3,7 +3,7 @@
 A world is never repaired: once a rank has died, failed alone or timed out, the state of the others is useless, as they
 block in a collective or have half of an update. Methods then raise `LossError`, and the group forms a new world in the
 same placement group, whose bundles Ray moves when a node dies. The ranks of a block (`Group.sizes`) get the same parts
-of a batch and make the same outputs; the first one stores them.
+of a batch and make the same outputs; the last one stores them.
 """
 
 from __future__ import annotations

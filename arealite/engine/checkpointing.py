@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map, tree_map_only
 
 from arealite.api.errors import CheckpointError
 from arealite.api.io_struct import WeightSharing
+from arealite.engine.optimizer import local_part
 from arealite.utils import distributed
 from arealite.utils.files import FileEntry, file_entries
 from arealite.utils.seeding import rng_state, seed_everything, set_rng_state
@@ -124,11 +124,7 @@ def _rank() -> str:
 
 def _bytes(shard: torch.Tensor) -> Any:
     """Copy the bytes of a tensor of any dtype (NumPy lacks some) to host memory."""
-    return _local(shard.detach()).to("cpu", copy=True).reshape(-1).view(torch.uint8).numpy()
-
-
-def _local(shard: torch.Tensor) -> torch.Tensor:
-    return shard.to_local() if isinstance(shard, DTensor) else shard
+    return local_part(shard.detach()).to("cpu", copy=True).reshape(-1).view(torch.uint8).numpy()
 
 
 @torch.no_grad()
@@ -136,7 +132,7 @@ def _overwritten(ours: Any, kept: Any) -> Any:
     """Return the kept value; bytes are copied into our tensor (`kept` may be read-only, which torch refuses)."""
     if not isinstance(ours, torch.Tensor):
         return kept
-    shard = _local(ours)
+    shard = local_part(ours)
     shard.copy_(torch.from_numpy(kept.copy()).view(shard.dtype).view(shard.shape))
     return ours
 

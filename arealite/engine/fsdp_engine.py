@@ -308,9 +308,9 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         Where gradients are enabled, `finish` returns a loss, and the backward pass of it times `scale` follows.
         """
         is_training, results = torch.is_grad_enabled(), []
-        columns = [tensors.on_device(one.packed, self.device) for one in micro_batches] if self._pipeline else []
         weights = weights or [0.0] * len(micro_batches)
         if self._pipeline is not None:
+            columns = [tensors.on_device(one.packed, self.device) for one in micro_batches]
             length = max(1, *(one.num_tokens for one in micro_batches))
             inputs = [self._inputs(one, packed, length) for one, packed in zip(micro_batches, columns, strict=True)]
 

@@ -32,18 +32,18 @@ class AdamW(torch.optim.AdamW):
             every = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameters in [every] if self.moments is None else [[one] for one in every]:
                 states = [_started(self, one) for one in parameters]
-                kept = [[_local(state[name]) for state in states] for name in MOMENTS]
+                kept = [[local_part(state[name]) for state in states] for name in MOMENTS]
                 moments = [[one.float() for one in of_kind] for of_kind in kept] if self.moments else kept
                 options |= {"state_steps": [state["step"] for state in states], "max_exp_avg_sqs": []}
-                own, gradients = [_local(one) for one in parameters], [_local(one.grad) for one in parameters]
+                own, gradients = [local_part(one) for one in parameters], [local_part(one.grad) for one in parameters]
                 adamw(own, gradients, moments[0], moments[1], fused=True, amsgrad=False, **options)
                 for stored, computed in zip(kept, moments) if self.moments else ():
                     stored[0].copy_(computed[0])
 
 
-def _local(tensor: Any) -> torch.Tensor:
-    part: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return part
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def make_adamw(parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig) -> AdamW:

@@ -70,16 +70,17 @@ def shape_of_rank(shape: ModelShape, sizes: ParallelSizes, *, copies: int = 1) -
     of p micro-batches, as many as those of all layers; embeddings and output layer are on different stages.
     """
     t, p = sizes.tensor, sizes.pipeline
+    e = max(t, sizes.expert) if shape.expert_parameters else 1  # experts lie over t where e is not given
     outer = shape.outer_parameters // (1 if p == 1 or shape.is_tied else 2)
     dense = (shape.num_parameters - shape.outer_parameters - shape.expert_parameters) // p + outer
-    experts = shape.expert_parameters // p // (copies if sizes.expert > 1 else 1)
-    of_layer, of_experts = shape.layer_parameters - shape.layer_experts, shape.layer_experts // max(t, sizes.expert)
+    experts = shape.expert_parameters // p // (copies if e > 1 else 1)
+    of_layer, of_experts = shape.layer_parameters - shape.layer_experts, shape.layer_experts // e
     return replace(
         shape,
         num_parameters=(dense + experts) // t,
         layer_parameters=of_layer // t + of_experts,
         layer_experts=of_experts,
-        expert_shards=sizes.data * sizes.context * t // sizes.expert if sizes.expert > 1 else 0,
+        expert_shards=sizes.data * sizes.context * t // e if e > 1 else 0,
         outer_parameters=outer // t,
         mlp=shape.mlp // t,
         num_heads=shape.num_heads // t,

@@ -75,6 +75,9 @@ def test_one_sided_strings(text: str, is_evaluation: bool, gen_world_size: int, 
         ("sglang.d4+t0", "sizes 't0' in 'sglang.d4+t0'"),
         ("d", "sizes 'd'"),
         ("d4d2", "each once"),
+        ("d2e3", "got e3 of 'd2e3'"),
+        ("d6t2e3", "Write an e that divides d x c x t = 12 and is a multiple of t."),
+        ("sglang.d1c2+d1", "servers of d1p1t1c2"),
         ("sglang.d4t1m2+d1", "sizes 'd4t1m2'"),
         ("D4", "sizes 'D4'"),
         ("SGLang.d4+d4", "Did you mean sglang"),
@@ -130,3 +133,13 @@ def test_any_string_parses_or_is_refused(text: str) -> None:
     except ConfigError:
         return
     assert AllocationMode.from_str(str(mode)) == mode
+
+
+@given(st.builds(ParallelSizes, *[st.integers(1, 4)] * 4))
+def test_the_ranks_of_a_block_are_found(sizes: ParallelSizes) -> None:
+    blocks = [sizes.data_rank(rank) for rank in range(sizes.world_size)]
+    lasts = [rank for rank in range(sizes.world_size) if sizes.is_last(rank)]
+    assert sorted(blocks) == sorted([*range(sizes.data)] * sizes.block_size)
+    for block in range(sizes.data):
+        last = max(rank for rank, one in enumerate(blocks) if one == block)
+        assert [rank for rank in lasts if blocks[rank] == block] == [last]

@@ -176,7 +176,7 @@ def test_what_servers_do_differently_is_refused(tmp_path: Path) -> None:
             "without X.gradient_checkpointing",
         ),
         (GRPOConfig, ("activation_offloading=true",), "false on CPUs: got true and cluster.n_gpus_per_node=0"),
-        (GRPOConfig, ("fsdp.dp_replicate=2",), "must divide the number of trainer ranks: got 2 and 3"),
+        (GRPOConfig, ("fsdp.dp_replicate=2",), "must divide d of the trainer: got 2 and d3p1t1"),
         (
             SFTConfig,
             ("optimizer.type=adam_bf16", "optimizer.beta2=0.999"),

@@ -1,3 +1,4 @@
+import functools
 import itertools
 import random
 from typing import Any
@@ -172,6 +173,14 @@ def test_ranks_get_about_equal_tokens(seed: int) -> None:
     assert sum(loads) == sum(lengths) >= 0.95 * 8 * max(loads)
     dealt = [share["input_ids"][:, 0].tolist() for share in shares]
     assert sorted(number for numbers in dealt for number in numbers) == list(range(128))
+
+
+def test_the_ranks_of_a_block_get_the_same_rows() -> None:
+    rows = [row_of(number, 2 + number) for number in range(8)]
+    by_block = shares_of(rows, functools.partial(sft_batches, parallel="d2p2t2"), batch_size=8, num_ranks=8)
+    whole = shares_of(rows, sft_batches, batch_size=8, num_ranks=2)
+    for rank, share in enumerate(by_block):
+        assert share["input_ids"].tolist() == whole[rank // 2 % 2]["input_ids"].tolist()
 
 
 def test_pairs_are_dealt_by_the_tokens_of_both_answers() -> None:

@@ -85,6 +85,21 @@ def test_every_rank_gets_its_part_or_the_error_of_rank_0() -> None:
     assert "rank 0" in outcomes[1][1] and "ZeroDivisionError: no rollouts today" in outcomes[1][1]
 
 
+def run_block(test: Connection) -> None:
+    """Collect as the two ranks of one block, and give back what each computed."""
+    dist.init_process_group("gloo")
+    exchange = RankZeroExchange("t2")
+    part = exchange.share(lambda: "batch", lambda name, num: [f"{name} {one} of {num}" for one in range(num)], None)
+    test.send([part, exchange.gather(f"by rank {dist.get_rank()}")])
+
+
+def test_the_ranks_of_a_block_get_the_same_part_and_the_last_one_answers() -> None:
+    with testing_forks.two_ranks(run_block) as ranks:
+        outcomes = [rank.receive() for rank in ranks]
+        assert [rank.end() for rank in ranks] == [0, 0]
+    assert outcomes == [["batch 0 of 1", ["by rank 1"]], ["batch 0 of 1", []]]
+
+
 def test_alone_it_is_a_plain_call() -> None:
     exchange, called = RankZeroExchange(), []
     exchange.run_on_every_rank(lambda: called.append(1))

@@ -1,7 +1,6 @@
 """Contradictions between config keys, grouped by the blocks that they compare; experiments call their groups."""
 
 import logging
-from collections.abc import Mapping
 
 from arealite.api.alloc_mode import AllocationMode, ParallelSizes
 from arealite.api.config.data import LOGGER_MODES, DatasetConfig, EvaluatorConfig, RecoverConfig, StatsLoggerConfig
@@ -140,8 +139,8 @@ def check_training(engine: TrainEngineConfig, key: str, dataset: DatasetConfig, 
         )
 
 
-def check_engine(engine: TrainEngineConfig, key: str, cluster: ClusterSpecConfig, num_ranks: int | None) -> None:
-    """Refuse options of memory and speed without an effect; `num_ranks` is None while it is unknown."""
+def check_engine(engine: TrainEngineConfig, key: str, cluster: ClusterSpecConfig, sizes: ParallelSizes | None) -> None:
+    """Refuse options of memory and speed without an effect; `sizes` of the ranks are None while unknown."""
     require(
         engine.gradient_checkpointing or not engine.activation_offloading,
         f"{key}.activation_offloading must be false without {key}.gradient_checkpointing: got true. Only inputs of "
@@ -153,9 +152,9 @@ def check_engine(engine: TrainEngineConfig, key: str, cluster: ClusterSpecConfig
     )
     copies = engine.fsdp.dp_replicate
     require(
-        num_ranks is None or num_ranks % copies == 0,
-        f"{key}.fsdp.dp_replicate must divide the number of trainer ranks: got {copies} and {num_ranks}. Set it to the "
-        "number of nodes, or to 1.",
+        sizes is None or sizes.data % copies == 0,
+        f"{key}.fsdp.dp_replicate must divide d of the trainer: got {copies} and {sizes}. Set it to the number of "
+        "nodes, or to 1.",
     )
     optimizer = engine.optimizer or OptimizerConfig()
     require(
@@ -165,31 +164,18 @@ def check_engine(engine: TrainEngineConfig, key: str, cluster: ClusterSpecConfig
     )
 
 
-def check_parallel(engines: Mapping[str, TrainEngineConfig], train: ParallelSizes | None) -> None:
-    """Refuse other sizes than those of the script's ranks (`train`), and what they can't divide whatever the model."""
-    for key, engine in engines.items():
-        if not engine.parallel:
-            continue
-        sizes, copies = ParallelSizes.from_str(engine.parallel), engine.fsdp.dp_replicate
+def check_parallel(engine: TrainEngineConfig, key: str, sizes: ParallelSizes, *, given_by: str) -> None:
+    """Refuse options that ranks of these sizes don't have, whatever the model."""
+    for letter, size, option, is_on in (
+        ("t", sizes.tensor, "lora", engine.lora is not None),
+        ("p", sizes.pipeline, "lora", engine.lora is not None),
+        ("t", sizes.tensor, "torch_compile", engine.torch_compile),  # inductor fails on transformers' parallel layers
+    ):
         require(
-            train in (None, sizes),
-            f"{key}.parallel must be what allocation_mode gives the trainer: got {sizes} and {train}. Remove it.",
+            not is_on or size == 1,
+            f"{letter} of the trainer must be 1 with {key}.{option}: got {sizes}. Write {letter}1 and "
+            f"d{sizes.data * size} in {given_by}, or remove {key}.{option}.",
         )
-        require(
-            sizes.data % copies == 0,
-            f"{key}.fsdp.dp_replicate must divide d of the trainer: got {copies} and {sizes}. Set it to 1, or to the "
-            "number of nodes.",
-        )
-        for letter, size, option, is_on in (
-            ("t", sizes.tensor, "lora", engine.lora is not None),
-            ("p", sizes.pipeline, "lora", engine.lora is not None),
-            ("t", sizes.tensor, "torch_compile", engine.torch_compile),
-        ):
-            require(
-                not is_on or size == 1,
-                f"{letter} of the trainer must be 1 with {key}.{option}: got {sizes}. Write {letter}1 and "
-                f"d{sizes.data * size} in allocation_mode, or remove {key}.{option}.",
-            )
 
 
 def check_workers(workers: object) -> None:

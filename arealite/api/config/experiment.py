@@ -218,12 +218,17 @@ class BaseExperimentConfig(ConfigBase):
         checks.check_mixture(self.train_dataset, self.valid_dataset)
         checks.check_allocation(mode, self.allocation_mode, self.cluster, rollout)
         checks.check_colocated(mode, rollout, self.workers)
-        num_ranks = None if mode is None or self.workers is not None else mode.train_world_size
-        checks.check_senders(rollout, num_ranks)
-        engines = {key: engine for key, engine in vars(self).items() if isinstance(engine, TrainEngineConfig)}
-        for key, engine in engines.items():
-            checks.check_engine(engine, key, self.cluster, num_ranks)
-        checks.check_parallel(engines, None if mode is None or self.workers is not None else mode.train)
+        train = None if mode is None or self.workers is not None else mode.train
+        checks.check_senders(rollout, None if train is None else train.world_size)
+        for key, engine in vars(self).items():
+            if not isinstance(engine, TrainEngineConfig):
+                continue
+            checks.check_engine(engine, key, self.cluster, train)
+            if engine.parallel:
+                sizes = ParallelSizes.from_str(engine.parallel)
+                change = f"allocation_mode gives the trainer: got {sizes} and {train}. Remove it."
+                require(train in (None, sizes), f"{key}.parallel must be what {change}")
+                checks.check_parallel(engine, key, sizes, given_by="allocation_mode")
 
 
 class SFTConfig(BaseExperimentConfig):

@@ -98,6 +98,7 @@ def split_layers(model: PreTrainedModel, mesh: Mesh) -> tuple[list[Any], list[st
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())  # a tied weight comes once
     if sizes.tensor > 1:
         assert mesh.tensor is not None
+        assert not any(".lora_" in name for name in parameters), "configs refuse t with adapters"
         output = model.get_output_embeddings()
         own = {
             rule: style

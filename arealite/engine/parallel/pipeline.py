@@ -38,21 +38,20 @@ def check_stages(model: PreTrainedModel, sizes: ParallelSizes) -> None:
     """Refuse a model that can't be cut into stages."""
     if sizes.pipeline == 1:
         return
-    config = model.config.get_text_config()
-    layers = config.num_hidden_layers
-    for is_wrong, rule, got in (
-        (model.get_output_embeddings() is None, "be 1 for a model with a value head", "a critic or reward model"),
-        (sees_images(model.config), "be 1 for a model that sees images", type(model).__name__),
-        (config.tie_word_embeddings, "be 1 for a model whose embeddings are its output layer", type(model).__name__),
-        (
-            not _passes_states(model),
-            "be 1 for a model whose decoder does more than run its layers",
-            type(model).__name__,
-        ),
-        (layers < sizes.pipeline, "be at most the number of layers", f"{layers} layers"),
-    ):
-        if is_wrong:
-            raise ConfigError(f"p of allocation_mode must {rule}: got {sizes} and {got}. Write p1, and more t, c or d.")
+    config, name = model.config.get_text_config(), type(model).__name__
+    if model.get_output_embeddings() is None:
+        rule = "be 1 for a critic or reward model"
+    elif sees_images(model.config):
+        rule = "be 1 for a model that sees images"
+    elif config.tie_word_embeddings:
+        rule = "be 1 for a model whose embeddings are its output layer"
+    elif config.num_hidden_layers < sizes.pipeline:
+        rule = f"be at most the number of layers, {config.num_hidden_layers}"
+    elif not _passes_states(model):
+        rule = "be 1 for a model whose decoder does more than run its layers"
+    else:
+        return
+    raise ConfigError(f"p of allocation_mode must {rule}: got {sizes} and {name}. Write p1, and more t, c or d.")
 
 
 def _passes_states(model: PreTrainedModel) -> bool:
@@ -90,6 +89,7 @@ def cut(model: PreTrainedModel, mesh: Mesh) -> dict[str, Elsewhere | None]:
     num_stages, stage = mesh.sizes.pipeline, mesh.stage
     if num_stages == 1:
         return dict.fromkeys(whole)
+    assert not any(".lora_" in name for name in whole), "configs refuse p with adapters"
     decoder: Any = model.get_decoder()
     num_layers, output = len(decoder.layers), model.get_output_embeddings()
     place_of = {decoder.get_input_embeddings(): 0, decoder.norm: num_stages - 1, output: num_stages - 1}

@@ -89,12 +89,6 @@ def _recomputed(
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-def names_of(model: PreTrainedModel) -> dict[str, Elsewhere | None]:
-    """Return the names of parameters and buffers of the whole model, with those of other stages."""
-    names: dict[str, Elsewhere | None] = model._names
-    return names
-
-
 def every_parameter(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, Elsewhere | None]]:
     """Yield the parameters of the whole model: this rank's shards, or what stands for those of another stage."""
     own = dict(model.named_parameters())
@@ -109,7 +103,7 @@ def every_parameter(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor,
 def copy_from_rank0(model: PreTrainedModel, whole: PreTrainedModel | None, device: torch.device) -> None:
     """Fill a sharded model on every rank from the whole model that only rank 0 passes (collective)."""
     ours, theirs = _tensors(model), {} if whole is None else _tensors(whole)
-    for name, place in names_of(model).items():
+    for name, place in model._names.items():
         tensor = ours[name] if place is None else place.tensor
         if whole is None:
             full = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
@@ -241,6 +235,7 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], largest: float, mes
     for num_parts, gradients in kinds.items():
         square += torch.nn.utils.get_total_norm(gradients).item() ** 2 * num_parts / mesh.ranks_of_stage
     norm = math.sqrt(all_reduce_numbers([square])[0])
-    for gradients in kinds.values():
-        torch._foreach_mul_(gradients, min(1.0, largest / (norm + 1e-6)))
+    if (factor := largest / (norm + 1e-6)) < 1.0:
+        for gradients in kinds.values():
+            torch._foreach_mul_(gradients, factor)
     return norm

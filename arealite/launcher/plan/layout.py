@@ -9,7 +9,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from arealite.api.alloc_mode import AllocationMode, ParallelSizes
-from arealite.api.cli_args import BaseExperimentConfig, RoleConfig, WorkersConfig
+from arealite.api.cli_args import BaseExperimentConfig, RoleConfig, TrainEngineConfig, WorkersConfig
+from arealite.api.config.checks import check_parallel
 from arealite.api.config.run import RunConfig
 from arealite.api.errors import ConfigError, require
 from arealite.utils.network import addresses_in
@@ -65,6 +66,9 @@ def make_layout(config: BaseExperimentConfig, roles: Collection[str] | None = No
         of_engine = getattr(getattr(config, role, None), "parallel", "")
         change = f"Set workers.{role}.parallel."
         require(not of_engine, f"{role}.parallel must be left out with workers: got {of_engine}. {change}")
+        if isinstance(engine := getattr(config, role, None), TrainEngineConfig):
+            sizes, place = next((one.sizes, one.name) for one in groups if role in one.roles)
+            check_parallel(engine, role, sizes, given_by=f"workers.{place}.parallel")
         own_keys = ("ranks", "parallel", "threads", "strategy")
         said = [key for key in own_keys if getattr(wish, key) != getattr(RoleConfig(), key)]
         require(

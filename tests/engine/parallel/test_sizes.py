@@ -1,12 +1,14 @@
 """Which sizes of ranks can divide a model, and the table of families in docs/models.md."""
 
+import contextlib
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from test_models import WORKS, config_of
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from arealite.api.alloc_mode import ParallelSizes
 from arealite.api.errors import ConfigError
@@ -15,10 +17,10 @@ from arealite.engine.parallel.layers import check_sizes
 PAGE = Path(__file__).parents[3] / "docs/models.md"
 
 
-def model_of(family: str) -> PreTrainedModel:
+def model_of(family: str, kind: Any = AutoModelForCausalLM, **changes: object) -> PreTrainedModel:
     """Four attention heads, two key heads, and four experts in families that have some."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config_of(family, **WORKS[family]))
+        return kind.from_config(config_of(family, **WORKS[family] | changes))
 
 
 @pytest.mark.parametrize(
@@ -48,15 +50,33 @@ def test_a_refusal_says_what_would_fit(family: str, sizes: str, words: str | Non
 def test_the_page_says_by_what_a_family_is_divided() -> None:
     rows = re.findall(r"^\| (\w+) \| .* \| works \| ([tcep ]+) \|$", PAGE.read_text(), re.MULTILINE)
     found = {}
-    for family in WORKS:
-        model, letters = model_of(family), []
-        model.config.get_text_config().tie_word_embeddings = False  # as in the larger checkpoints
+    for family in WORKS:  # as their larger checkpoints are
+        changes = {"embedding_multiplier": 12.0} if family == "Granite" else {}
+        model, letters = model_of(family, **changes, tie_word_embeddings=False), []
         for letter in "tcep":
-            try:
+            with contextlib.suppress(ConfigError):
                 check_sizes(model, ParallelSizes.from_str(f"d2{letter}2"))
                 letters.append(letter)
-            except ConfigError:
-                pass
         found[family] = " ".join(letters)
-    found["Granite"] = found["Granite"].removesuffix(" p")  # its checkpoints multiply embeddings, the test's does not
     assert dict(rows) == found
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "changes", "words"),
+    [
+        ("Qwen3", AutoModelForSequenceClassification, {}, "be 1 for a critic or reward model: got d1p2t1 and Qwen3For"),
+        ("Qwen3", AutoModelForCausalLM, {}, "be 1 for a model whose embeddings are its output layer"),
+        ("Llama", AutoModelForCausalLM, {"num_hidden_layers": 1}, "be at most the number of layers, 1"),
+        (
+            "Granite",
+            AutoModelForCausalLM,
+            {"embedding_multiplier": 12.0},
+            "whose decoder does more than run its layers",
+        ),
+    ],
+)
+def test_a_model_that_has_no_stages_is_refused(family: str, kind: Any, changes: dict[str, Any], words: str) -> None:
+    untied = {} if "embeddings are" in words else {"tie_word_embeddings": False}
+    with pytest.raises(ConfigError, match="p of allocation_mode must ") as error:
+        check_sizes(model_of(family, kind, **changes, **untied), ParallelSizes(pipeline=2))
+    assert words in str(error.value)

@@ -115,6 +115,7 @@ MISTAKES: list[tuple[list[str], str, str]] = [
     (["workers.actor.parallel=x2"], "workers.actor.parallel", "x2"),
     (["workers.actor.parallel=d2e4"], "workers.actor.parallel", "d2e4"),
     (["actor.parallel=d1t2"], "actor.parallel", "d1t2"),
+    (["workers.actor.parallel=d2t2", "actor.lora.rank=4"], "t of the trainer", "d2p1t2"),
     (["workers.teacher.ranks=2"], "workers", "teacher"),
     (["workers.critic.ranks=3"], "workers", "4 of actor and 3 of critic beside 2 GPUs of servers, and 1 x 8 GPUs"),
     (
