@@ -128,7 +128,7 @@ test-hosts: $(VENV)/.installed            ## train by torchrun over hosts with n
 test-simulate: $(VENV)/.installed-dev            ## simulate large clusters whose servers die, hang and slow down, in virtual time (2 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 -m slow tests/simulate $(ARGS)
 
-test-parallel: $(VENV)/.installed-dev            ## train models over tensor, context, expert and pipeline ranks: the numbers of one rank (12 minutes; ARGS=--short: 8)
+test-parallel: $(VENV)/.installed-dev            ## train models over tensor, context, expert and pipeline ranks: the numbers of one rank (8 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadgroup -m slow tests/engine/parallel tests/test_parallel_runs.py $(ARGS)
 
 test-elastic: $(VENV)/.installed            ## servers join, leave and die during a run (2 minutes)

@@ -30,6 +30,7 @@ from arealite.api.io_struct import FinetuneSpec, FrozenWeights, ParamSpec, SaveL
 from arealite.api.script import refuse_import
 from arealite.engine import fsdp_weights, hf_model, lora
 from arealite.engine.checkpointing import CheckpointedEngine
+from arealite.engine.load_balancing import balance_loss, check_balanced
 from arealite.engine.metrics import UpdateCosts
 from arealite.engine.optimizer import LRSchedule, make_adamw, optimizer_state
 from arealite.engine.packed_attention import pick_attention, sequence_bounds, vision_inputs
@@ -74,6 +75,8 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         self._version = 0
         self._has_trained = False
         self.num_changes = 0
+        self._balances = False  # the load of experts, by an auxiliary loss
+        self._balance_losses: list[torch.Tensor]
         self._sender = fsdp_weights.WeightSender()
         self._shares: WeightSharing | None = None  # a server that samples from these parameters
         self._running: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
@@ -119,6 +122,8 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         attention = self._attention if sizes.context == 1 else over_context(self._attention)
         self.model = hf_model.build_meta_model(self.config.path, attention, has_value_head=has_value_head)
         check_sizes(self.model, sizes)
+        check_balanced(self.model, self.config)
+        self._balances = self.config.optimizer is not None and self.config.router_aux_loss_coef > 0
         num_copies, timeout = self.config.fsdp.dp_replicate, timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         self.mesh = Mesh(with_experts(self.model, sizes), self.device, timeout, num_copies=num_copies)
         seed_everything(self.config.seed + self.mesh.data_rank)
@@ -130,7 +135,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
             self._outputs = hf_model.values_of(self.model, self.mesh.context)
         else:
             self._outputs = hf_model.logits_of(self.model, self.mesh.context, self.mesh.tensor)
-        hf_model.return_hidden_states(self.model)
+        hf_model.return_hidden_states(self.model, with_routers=self._balances)
         if self.config.optimizer is not None:
             self.costs = UpdateCosts(self.model, self.device, self.dtype, self.mesh.sizes.block_size)
         self._partial = shard(self.model, self.config, self.device, self.mesh)
@@ -213,6 +218,8 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
     ) -> dict[str, float]:
         """Take one optimizer step and return `loss, grad_norm, lr, update_successful`, equal on all ranks.
 
+        With `router_aux_loss_coef`, `router_aux_loss` is returned, too; it is no part of `loss`.
+
         The step is skipped (`update_successful` 0) when loss or gradient is not finite or nothing has a weight. Every
         `rows_per_unit` rows stay in one micro-batch.
         """
@@ -224,6 +231,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         self.train()
         micro_batches, weights, total_weight = self._weigh(input_, loss_weight_fn, rows_per_unit)
         self._has_trained = True
+        self._balance_losses = []
         self.optimizer.zero_grad()
         scale = self.mesh.num_shards / max(total_weight, 1e-12)  # FSDP averages gradients over ranks
         losses = self._run(micro_batches, functools.partial(self._weighted_loss, loss_fn), weights, scale)
@@ -245,7 +253,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
             "grad_norm": grad_norm,
             "lr": self.lr_schedule.lr,
             "update_successful": float(is_sound),
-        }
+        } | ({"router_aux_loss": float(torch.stack(self._balance_losses).mean())} if self._balances else {})
 
     @heartbeat.waiting("all ranks in a loss", on="ranks")
     @torch.no_grad()
@@ -327,13 +335,24 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
                     self.model.set_requires_gradient_sync(is_last or not self.config.fsdp.reduce_once)
                     self.model.set_requires_all_reduce(is_last)  # replicas (HSDP) reduce their shards once
                 with self._running():
-                    hidden = self.model(**self._inputs(micro_batch, packed), use_cache=False)
+                    outputs = self.model(**self._inputs(micro_batch, packed), use_cache=False)
                 heartbeat.tick()
+                hidden, routers = outputs if self._balances else (outputs, ())
                 result = finish(self._own(hidden[0], num_tokens), packed, num_tokens, weight)
                 if is_training:
-                    (result * scale).backward()
+                    total = result * scale
+                    if self._balances:
+                        total = total + self._balance(routers, num_tokens) / len(micro_batches)
+                    total.backward()
             results.append(result.detach())
         return results
+
+    def _balance(self, routers: Sequence[torch.Tensor], num_tokens: int) -> torch.Tensor:
+        """Return what the loss of a micro-batch gets of the loss of load balancing, and note its value."""
+        first = 0 if self.mesh.context is None else dist.get_rank(self.mesh.context) * routers[0].shape[-2]
+        own, whole = balance_loss(routers, max(0, num_tokens - first), self.model, self.mesh.sizes)
+        self._balance_losses.append(whole)
+        return own * self.config.router_aux_loss_coef * self.mesh.num_shards
 
     def _own(self, hidden_NH: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Return hidden states without those of padding; slices of the tokens (c) keep it, to be of equal length."""

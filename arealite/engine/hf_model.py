@@ -192,8 +192,10 @@ def disable_dropout(model: PreTrainedModel) -> None:
 _SMALL, _LARGE = 2.0**-20, 1e30  # a soft cap keeps the first and maps the second to the cap
 
 
-def return_hidden_states(model: PreTrainedModel) -> None:
+def return_hidden_states(model: PreTrainedModel, *, with_routers: bool = False) -> None:
     """Make the model return hidden states `[1, N, H]` instead of logits; call it before sharding.
+
+    With `with_routers` it returns a pair, of these and the logits of each layer's router `[N, experts]`.
 
     Parameters outside of the layers, such as the output layer's weight, stay gathered until the backward pass is over.
     """
@@ -201,11 +203,17 @@ def return_hidden_states(model: PreTrainedModel) -> None:
         model.forward = functools.partial(decoder_states, model)
         return
     is_lm = model.get_output_embeddings() is not None
-    model.forward = functools.partial(_hidden_states, model.get_decoder() if is_lm else model.base_model)
+    forward = _states_and_routers if with_routers else _hidden_states
+    model.forward = functools.partial(forward, model.get_decoder() if is_lm else model.base_model)
 
 
 def _hidden_states(decoder: torch.nn.Module, **inputs: Any) -> torch.Tensor:
     return decoder(**inputs).last_hidden_state
+
+
+def _states_and_routers(decoder: torch.nn.Module, **inputs: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    outputs = decoder(**inputs, output_router_logits=True)
+    return outputs.last_hidden_state, outputs.router_logits
 
 
 def logits_of(

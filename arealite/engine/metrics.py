@@ -94,7 +94,9 @@ def count_tokens(batch: TensorDict, trained: torch.Tensor, group: dist.ProcessGr
 
 def of_steps(steps: Sequence[Mapping[str, float]], name: str) -> dict[str, float]:
     """Return the metrics `name/...` of the optimizer steps of an update, from the results of `train_batch`."""
+    balance = [step["router_aux_loss"] for step in steps if "router_aux_loss" in step]
     return {
+        **({f"{name}/router_aux_loss": sum(balance) / len(balance)} if balance else {}),
         f"{name}/grad_norm": sum(step["grad_norm"] for step in steps) / len(steps),
         f"{name}/lr": steps[0]["lr"],
         f"{name}/skipped_steps": sum(1.0 - step["update_successful"] for step in steps),

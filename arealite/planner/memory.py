@@ -35,6 +35,7 @@ class ModelShape:
     expert_parameters: int = 0  # of all layers
     layer_experts: int = 0  # parameters of the experts of the largest layer
     expert_shards: int = 0  # ranks that share the experts of a rank; 0 where these are sharded as the rest
+    is_stage: bool = False  # of p: its parameters stay gathered and its gradients whole until the last micro-batch
 
 
 def model_shape(model: Any) -> ModelShape:
@@ -86,6 +87,7 @@ def shape_of_rank(shape: ModelShape, sizes: ParallelSizes, *, copies: int = 1) -
         num_heads=shape.num_heads // t,
         num_kv_heads=max(1, shape.num_kv_heads // t),
         vocab=-(-shape.vocab // t),
+        is_stage=p > 1,
     )
 
 
@@ -103,10 +105,13 @@ def training_state(
 def training_step(shape: ModelShape, *, accumulates: bool, **sizes: Any) -> dict[str, int]:
     """Return what a rank needs on top while it runs a micro-batch, in that of its `phases` which needs most.
 
-    A rank that `accumulates` sums gradients over ranks once per step, and keeps the float32 one whole until then.
+    A rank that `accumulates`, or a stage, sums gradients over ranks once per step, and keeps the float32 one whole until
+    then, in which it makes its shard.
     """
     most = max(phases(shape, **sizes).values(), key=lambda parts: sum(parts.values()))
-    return most | {"whole gradients": (shape.num_parameters - shape.num_frozen) * FLOAT32 if accumulates else 0}
+    whole = (shape.num_parameters - shape.num_frozen) * FLOAT32
+    beyond_shard = whole - whole // sizes["ranks"] if shape.is_stage else whole if accumulates else 0
+    return most | {"whole gradients": beyond_shard}
 
 
 def phases(
@@ -142,19 +147,24 @@ def phases(
     trained = 0 if shape.num_frozen else 1
     sent = trained * (FLOAT32 + FLOAT32 / ranks)
     outer = shape.outer_parameters * outer_bytes
+    gathered = outer + 2 * shape.layer_parameters * compute_bytes
+    to_send = shape.layer_parameters * (sent + trained * compute_bytes) + trained * received
+    if shape.is_stage:
+        gathered = outer + (shape.num_parameters - shape.outer_parameters) * compute_bytes
+        to_send = shape.layer_parameters * trained * compute_bytes
     copied = FLOAT32 if is_gloo and ranks > 1 else 0
     summed = head + round(trained * shape.outer_parameters * (FLOAT32 / ranks + copied))
     return {
         "output layer": {
-            "gathered weights": outer,
+            "gathered weights": gathered if shape.is_stage else outer,
             "activations": kept,
             "output layer": _BLOCK_COPIES * block * FLOAT32 + head + hidden,
         },
         "layer": {
-            "gathered weights": outer + 2 * shape.layer_parameters * compute_bytes,
+            "gathered weights": gathered,
             "activations": kept + (tokens * layer if recomputes else 0),
             "output layer": head,
-            "gradients to send": round(shape.layer_parameters * (sent + trained * compute_bytes) + trained * received),
+            "gradients to send": round(to_send),
         },
         "end": {"gradients to send": trained * shape.outer_parameters * FLOAT32 + max(trained * outer, summed)},
     }

@@ -335,7 +335,7 @@ def test_a_plan_for_gpus_worked_by_hand(tmp_path) -> None:
 
     rank, _ = plan(needed + 3.5, "actor.fsdp.reduce_once=true")
     assert rank.level == "problem" and "most of it whole gradients (4.00)" in rank.text
-    assert rank.fix == "Set actor.fsdp.reduce_once=false."
+    assert rank.fix == "Set actor.fsdp.reduce_once=false, or t or c instead of p in allocation_mode."
     assert plan(needed / 0.9)[0].level == "warning"
     rank, host, _ = plan(80, "actor.fsdp.offload_params=true")
     assert rank.text == f"a trainer rank needs about {needed - 4:.2f} of 80.0 GiB"

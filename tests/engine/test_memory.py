@@ -55,7 +55,7 @@ def peaks_of_rank(pipe: Connection, path: str, layout: str) -> None:
         pipe.send(peaks)
 
 
-@pytest.mark.parametrize("layout", ["d2", "t2", "c2", "d2e2"])
+@pytest.mark.parametrize("layout", ["d2", "t2", "c2", "d2e2", "p2"])
 def test_a_step_needs_what_the_plan_says(tmp_path: Path, layout: str) -> None:
     sizes = ParallelSizes.from_str(layout)
     of_experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 384, "decoder_sparse_step": 1}

@@ -1,7 +1,7 @@
 """Tries what we need of inference servers on the servers themselves.
 
     python -m servers conformance [--vllm PYTHON] [--sglang PYTHON] [--skipped REASON] [--only WORD] [--short]
-    python -m servers train --server vllm|sglang --python PYTHON [--short]
+    python -m servers train --server vllm|sglang --python PYTHON [--only WORD] [--short]
     python -m servers images --server lite|vllm|sglang --python PYTHON
     python -m servers record --server vllm|sglang --python PYTHON --out FOLDER
 
@@ -39,7 +39,7 @@ def main() -> int:
         print(recording.record(program(args.server, args.python), folder, args.out))
         result: dict[str, Any] = {"failed": 0}
     elif args.command == "train":
-        result = training.run(program(args.server, args.python), folder, short=args.short)
+        result = training.run(program(args.server, args.python), folder, only=args.only, short=args.short)
     elif args.command == "images":
         result = images.run(program(args.server, args.python), folder)
     else:
@@ -66,8 +66,9 @@ def _parse() -> argparse.Namespace:
     conforming.add_argument("--vllm", type=os.path.abspath, help="interpreter that has vLLM")
     conforming.add_argument("--sglang", type=os.path.abspath, help="interpreter that has SGLang")
     conforming.add_argument("--skipped", help="why a server is left out, for the last line")
-    conforming.add_argument("--only", default="", help="checks whose name contains this")
     trained = commands.add_parser("train", help="train through a server, by every way that weights can take")
+    conforming.add_argument("--only", default="", help="checks whose name contains this")
+    trained.add_argument("--only", default="", help="runs whose name contains this")
     shown = commands.add_parser("images", help="show images to a server; vLLM's environment needs torchvision for that")
     recorded = commands.add_parser("record", help="write down what a server answers, for the tests of our backends")
     for command in (trained, shown, recorded):

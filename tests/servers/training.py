@@ -13,12 +13,14 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from chaos import promises
 from chaos.experiment import Experiment
 from harness.report import say
-from testing_quickstart import write_tiny_model
+from testing_quickstart import make_tiny_model, texts_for
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 from arealite.utils.files import read_jsonl
 from arealite.utils.processes import kill_tree
@@ -37,7 +39,7 @@ class Run:
     """One run and what must become of it."""
 
     name: str
-    is_tied: bool
+    model: Literal["tied", "untied", "experts"]
     overrides: dict[str, Any] = field(default_factory=dict)
     sleeps_by: str = ""
     """The line of the server's log that says that it gives its memory back; empty if it never does."""
@@ -50,18 +52,24 @@ def runs_on(program: Program, *, reloads_tied: bool) -> list[Run]:
     disk, broadcast = {"rollout.weight_update": "disk"}, {"rollout.weight_update": "broadcast"}
     asleep = Run(
         "asleep",
-        False,
+        "untied",
         {"allocation_mode": f"{program.name}.d1|d1"} | disk,
         sleeps_by={"sglang": "POST /release_memory_occupation", "vllm": "POST /sleep"}[program.name],
     )
+    layouts = {"d1t2": "untied", "d1p2": "untied", "d2e2": "experts"}
+    divided = [
+        Run(f"broadcast, {layout}", model, broadcast | {"allocation_mode": f"{program.name}.d1+{layout}"})
+        for layout, model in layouts.items()
+    ]
     if reloads_tied:
-        return [Run("disk", False, disk), Run("broadcast, tied", True, broadcast), asleep]
+        return [Run("disk", "untied", disk), Run("broadcast, tied", "tied", broadcast), asleep, *divided]
     refusal = ("must have an output layer of its own", "Use a model with tie_word_embeddings=false")
     return [
-        Run("disk", False, disk),
-        Run("broadcast", False, broadcast),
+        Run("disk", "untied", disk),
+        Run("broadcast", "untied", broadcast),
         asleep,
-        Run("tied, refused", True, broadcast, refusal=refusal),
+        *divided,
+        Run("tied, refused", "tied", broadcast, refusal=refusal),
     ]
 
 
@@ -85,18 +93,16 @@ class Outcome:
         return [row for row in read_jsonl(self.experiment.run_folder / "metrics.jsonl") if "policy/mismatch_kl" in row]
 
 
-def run(program: Program, folder: Path, *, short: bool) -> dict[str, Any]:
+def run(program: Program, folder: Path, *, only: str, short: bool) -> dict[str, Any]:
     """Train by every way that weights can take, or by broadcast only, and return what came of it."""
-    models = {is_tied: folder / ("tied" if is_tied else "untied") for is_tied in (False, True)}
-    for is_tied, model in models.items():
-        write_tiny_model(out=model, corpus=None, seed=1, tie=is_tied, max_position=CONTEXT)
-    about = program.about(models[False])
+    models = _write_models(folder)
+    about = program.about(models["untied"])
     print(json.dumps(about), flush=True)
     outcomes = []
     runs = runs_on(program, reloads_tied=program.name != "vllm" or about["device"] != "cpu")
-    runs = [one for one in runs if one.name.startswith("broadcast") or not short]
+    runs = [one for one in runs if only in one.name and (one.name.split(",")[0] == "broadcast" or not short)]
     for number, one in enumerate(runs):
-        outcome = _launch(one, program, models[one.is_tied], folder / str(number))
+        outcome = _launch(one, program, models[one.model], folder / str(number))
         for name, complaints in _judge(outcome):
             texts = list(complaints)
             outcome.failed += [f"{name}: {text}" for text in texts]
@@ -116,6 +122,23 @@ def run(program: Program, folder: Path, *, short: bool) -> dict[str, Any]:
         "failed": sum(len(one.failed) for one in outcomes),
         "seconds": round(sum(one.wall_s for one in outcomes)),
     }
+
+
+def _write_models(folder: Path) -> dict[str, Path]:
+    """Write the models of runs; two ranks can divide their layers."""
+    models = {name: folder / name for name in ("tied", "untied", "experts")}
+    for name in ("tied", "untied"):
+        texts = texts_for(models[name], None, 1)
+        make_tiny_model(models[name], texts, kv_heads=2, tie=name == "tied", max_position=CONTEXT)
+    dense = AutoConfig.from_pretrained(models["untied"]).to_dict()
+    del dense["model_type"], dense["architectures"]
+    of_experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**dense | of_experts), dtype=torch.float32)
+    model.save_pretrained(models["experts"])
+    AutoTokenizer.from_pretrained(models["untied"]).save_pretrained(models["experts"])
+    return models
 
 
 def _launch(run: Run, program: Program, model: Path, folder: Path) -> Outcome:

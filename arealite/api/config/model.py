@@ -122,6 +122,9 @@ class TrainEngineConfig(RunBlock):
     """Compute logits in float32: exact logprobs under bfloat16, for a slower output layer of twice the memory."""
     disable_dropout: Bool = False
     """Set every dropout of the model to 0."""
+    router_aux_loss_coef: NonNegative = 0.0
+    """Weight of the loss that balances the load of experts (arXiv:2101.03961), which RL usually leaves at 0. It is
+    computed over the tokens of one micro-batch of all ranks, so it depends on their number a little."""
     mb_spec: MicroBatchSpec = MicroBatchSpec()
     """How batches are split."""
     optimizer: OptimizerConfig | None = None

@@ -41,7 +41,7 @@ _KNOBS = {
     "t of the trainer in allocation_mode. On GPUs {key}.activation_offloading=true moves what is left to the host.",
     "gathered weights": "Raise t of the trainer in allocation_mode, or use a smaller model.",
     "output layer": "Raise t of the trainer in allocation_mode, or its c, or lower {key}.mb_spec.max_tokens_per_mb.",
-    "whole gradients": "Set {key}.fsdp.reduce_once=false.",
+    "whole gradients": "Set {key}.fsdp.reduce_once=false, or t or c instead of p in allocation_mode.",
     "servers' cache": "Lower lite.slots or lite.context.",
     "its server": "Lower what servers take: sglang.mem_fraction_static or vllm.gpu_memory_utilization.",
 }

@@ -18,6 +18,7 @@ from arealite.dataset import load_datasets
 from arealite.dataset.loader import PromptLoader
 from arealite.dataset.prepare import expanded
 from arealite.engine.hf_model import build_meta_model
+from arealite.engine.load_balancing import check_balanced
 from arealite.engine.lora import add_adapters
 from arealite.engine.packed_attention import pick_attention
 from arealite.engine.parallel.layers import check_sizes
@@ -45,6 +46,7 @@ def check_model(findings: Findings, config: Config) -> PreTrainedModel:
             f"Correct it, or look at the connection ({' '.join(str(error).split()).partition('. ')[0]})."
         ) from error
     check_sizes(model, ParallelSizes.from_str(block.parallel or "d1"))
+    check_balanced(model, block)
     if block.lora is not None:
         add_adapters(model, block)
     shape = model_shape(model)

@@ -148,8 +148,7 @@ def main(_: Connection, path: str, layout: str, changes: dict[str, Any], out: Pa
         path=path,
         parallel=layout,
         optimizer=optimizer,
-        mb_spec=spec,
-        **{"dtype": "float32", "gradient_checkpointing": False} | changes,
+        **{"dtype": "float32", "gradient_checkpointing": False, "mb_spec": spec} | changes,
     )
     engine = FSDPEngine(config)
     engine.initialize(None, SPEC)

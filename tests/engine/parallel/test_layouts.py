@@ -10,7 +10,7 @@ import testing_forks
 import torch
 
 from arealite.api.alloc_mode import ParallelSizes
-from arealite.api.cli_args import FSDPEngineConfig
+from arealite.api.cli_args import FSDPEngineConfig, MicroBatchSpec
 
 LAYOUTS = [
     ("qwen3", "d2"),
@@ -112,6 +112,15 @@ def test_an_option_changes_no_number_of_a_layout(run: Any, name: str) -> None:
     kind, layout, changes = OPTIONS[name]
     (expected,) = run(kind, "d1")
     assert_equal(run(kind, layout, **changes), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["t2", "d2c2", "d2t2e4"])
+def test_the_load_of_experts_is_balanced_over_all_ranks(run: Any, layout: str) -> None:
+    changes = {"router_aux_loss_coef": 0.5, "mb_spec": MicroBatchSpec(), "gradient_checkpointing": True}
+    (expected,), (without,) = run("qwen3_moe", "d1", **changes), run("qwen3_moe", "d1")
+    assert expected["first"]["grad_norm"] > 1.01 * without["first"]["grad_norm"]
+    assert_equal(run("qwen3_moe", layout, **changes), expected)
 
 
 CHECKPOINTS = {
