@@ -94,8 +94,9 @@ def test_a_run_of_grpo_learns_as_on_one_rank(rows_of: Any, layout: str, kind: st
     assert_equal(rows_of(layout, kind=kind), rows_of("d1", kind=kind))
 
 
-def test_a_critic_learns_as_on_one_rank(rows_of: Any) -> None:
-    assert_equal(rows_of("t2", example="gsm8k_ppo"), rows_of("d1", example="gsm8k_ppo"))
+@pytest.mark.parametrize(("layout", "kind"), [("t2", "tied"), ("p2", "untied")])
+def test_a_critic_learns_as_on_one_rank(rows_of: Any, layout: str, kind: str) -> None:
+    assert_equal(rows_of(layout, example="gsm8k_ppo", kind=kind), rows_of("d1", example="gsm8k_ppo", kind=kind))
 
 
 def test_adapters_learn_as_on_one_rank(rows_of: Any) -> None:

@@ -35,6 +35,7 @@ from transformers.utils import logging as transformers_logging
 from arealite.algorithms.logprobs import LazyLogits, Split, rows_of_all
 from arealite.engine.lora import ADAPTER, HEAD, base_parameters, changing_parameters, is_adapter
 from arealite.engine.packed_attention import attention_of_parts, check_packable, decoder_states
+from arealite.engine.parallel.pipeline import decoder_of
 from arealite.engine.parallel.shards import gathered
 from arealite.utils.files import writing
 from arealite.utils.hf import as_in_checkpoint, auto_class, load_model, sdpa_required
@@ -202,9 +203,8 @@ def return_hidden_states(model: PreTrainedModel, *, with_routers: bool = False) 
     if sees_images(model.config):
         model.forward = functools.partial(decoder_states, model)
         return
-    is_lm = model.get_output_embeddings() is not None
     forward = _states_and_routers if with_routers else _hidden_states
-    model.forward = functools.partial(forward, model.get_decoder() if is_lm else model.base_model)
+    model.forward = functools.partial(forward, decoder_of(model))
 
 
 def _hidden_states(decoder: torch.nn.Module, **inputs: Any) -> torch.Tensor:

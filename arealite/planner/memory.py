@@ -105,8 +105,8 @@ def training_state(
 def training_step(shape: ModelShape, *, accumulates: bool, **sizes: Any) -> dict[str, int]:
     """Return what a rank needs on top while it runs a micro-batch, in that of its `phases` which needs most.
 
-    A rank that `accumulates`, or a stage, sums gradients over ranks once per step, and keeps the float32 one whole until
-    then, in which it makes its shard.
+    A rank that `accumulates`, or a stage, sums gradients over ranks once per step, and keeps the float32 one whole
+    until then; a stage has its shard in it.
     """
     most = max(phases(shape, **sizes).values(), key=lambda parts: sum(parts.values()))
     whole = (shape.num_parameters - shape.num_frozen) * FLOAT32

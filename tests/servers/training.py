@@ -11,7 +11,7 @@ import math
 import subprocess
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,6 +64,7 @@ def runs_on(program: Program, *, reloads_tied: bool) -> list[Run]:
     if reloads_tied:
         return [Run("disk", "untied", disk), Run("broadcast, tied", "tied", broadcast), asleep, *divided]
     refusal = ("must have an output layer of its own", "Use a model with tie_word_embeddings=false")
+    divided[-1] = replace(divided[-1], name="experts, refused", refusal=("must have no experts", "another backend in"))
     return [
         Run("disk", "untied", disk),
         Run("broadcast", "untied", broadcast),
@@ -100,7 +101,7 @@ def run(program: Program, folder: Path, *, only: str, short: bool) -> dict[str, 
     print(json.dumps(about), flush=True)
     outcomes = []
     runs = runs_on(program, reloads_tied=program.name != "vllm" or about["device"] != "cpu")
-    runs = [one for one in runs if only in one.name and (one.name.split(",")[0] == "broadcast" or not short)]
+    runs = [one for one in runs if only in one.name and (one.name in ("broadcast", "broadcast, tied") or not short)]
     for number, one in enumerate(runs):
         outcome = _launch(one, program, models[one.model], folder / str(number))
         for name, complaints in _judge(outcome):

@@ -39,11 +39,9 @@ def check_stages(model: PreTrainedModel, sizes: ParallelSizes) -> None:
     if sizes.pipeline == 1:
         return
     config, name = model.config.get_text_config(), type(model).__name__
-    if model.get_output_embeddings() is None:
-        rule = "be 1 for a critic or reward model"
-    elif sees_images(model.config):
+    if sees_images(model.config):
         rule = "be 1 for a model that sees images"
-    elif config.tie_word_embeddings:
+    elif config.tie_word_embeddings and model.get_output_embeddings() is not None:
         rule = "be 1 for a model whose embeddings are its output layer"
     elif config.num_hidden_layers < sizes.pipeline:
         rule = f"be at most the number of layers, {config.num_hidden_layers}"
@@ -56,7 +54,7 @@ def check_stages(model: PreTrainedModel, sizes: ParallelSizes) -> None:
 
 def _passes_states(model: PreTrainedModel) -> bool:
     """Tell whether a decoder returns its input if its layers and its norm do; some scale it, at each stage again."""
-    decoder: Any = model.get_decoder()
+    decoder = decoder_of(model)
     children, states = dict(decoder.named_children()), torch.linspace(-1.0, 1.0, 8).view(1, 2, 4)
     if not {"layers", "norm"} <= children.keys():
         return False
@@ -71,6 +69,11 @@ def _passes_states(model: PreTrainedModel) -> bool:
     finally:
         for name, child in children.items():
             setattr(decoder, name, child)
+
+
+def decoder_of(model: PreTrainedModel) -> Any:
+    """Return what runs the layers of a language model or classifier."""
+    return model.base_model if model.get_output_embeddings() is None else model.get_decoder()
 
 
 def _in_place_of(layer: torch.nn.Module) -> torch.nn.Module:
@@ -90,8 +93,8 @@ def cut(model: PreTrainedModel, mesh: Mesh) -> dict[str, Elsewhere | None]:
     if num_stages == 1:
         return dict.fromkeys(whole)
     assert not any(".lora_" in name for name in whole), "configs refuse p with adapters"
-    decoder: Any = model.get_decoder()
-    num_layers, output = len(decoder.layers), model.get_output_embeddings()
+    decoder, output = decoder_of(model), model.get_output_embeddings() or model.get_submodule("score")
+    num_layers = len(decoder.layers)
     place_of = {decoder.get_input_embeddings(): 0, decoder.norm: num_stages - 1, output: num_stages - 1}
     place_of |= {layer: index * num_stages // num_layers for index, layer in enumerate(decoder.layers)}
     found: dict[str, Elsewhere | None] = dict.fromkeys(whole)
@@ -132,7 +135,7 @@ class Pipeline:
         ids = torch.empty(1, num_tokens, dtype=torch.long, device="meta")
         sent_as = None if is_last else self._dtype  # losses may need more (cast_lm_head_to_fp32)
         own = iter(inputs)  # a schedule runs micro-batches in their order
-        self._model.forward = functools.partial(_states, self._model.get_decoder(), is_first, sent_as, own)
+        self._model.forward = functools.partial(_states, decoder_of(self._model), is_first, sent_as, own)
         stage = PipelineStage(
             *(self._model, self._mesh.stage, num_stages, self._mesh.device),
             input_args=ids if is_first else states,

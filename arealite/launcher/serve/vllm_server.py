@@ -60,19 +60,24 @@ def check_flags(flags: list[str]) -> tuple[argparse.Namespace, dict[str, object]
         raise ConfigError(
             f"vLLM's flags must agree with each other and with the model: got {_one_line(error)}"
         ) from error
-    check_embeddings(model.model, is_tied=model.hf_text_config.tie_word_embeddings, device=device)
+    is_tied, has_experts = model.hf_text_config.tie_word_embeddings, model.get_num_experts() > 0
+    check_reloads(model.model, is_tied=is_tied, has_experts=has_experts, device=device)
     return args, {"program": "vllm", "version": vllm.__version__, "device": device}
 
 
-def check_embeddings(model: str, *, is_tied: bool, device: str) -> None:
-    """Refuse tied embeddings on a CPU, where vLLM 0.32 keeps the output layer that it packed at the start: after a
-    weight update it would answer 200 with wrong logits."""
-    if is_tied and device == "cpu":
-        raise ConfigError(
-            f"a model on vLLM's CPU backend must have an output layer of its own, since vLLM can't reload tied "
-            f"embeddings there: got {model} with tie_word_embeddings=true. Use a model with "
-            "tie_word_embeddings=false, a GPU, or another backend in allocation_mode."
-        )
+def check_reloads(model: str, *, is_tied: bool, has_experts: bool, device: str) -> None:
+    """Refuse tied embeddings and experts on a CPU, which vLLM 0.32 packs there once: after a weight update it would
+    answer 200 with wrong logits."""
+    if device != "cpu" or not (is_tied or has_experts):
+        return
+    if is_tied:
+        rule, found, change = "an output layer of its own", "tie_word_embeddings=true", "tie_word_embeddings=false"
+    else:
+        rule, found, change = "no experts", "experts", "dense layers"
+    raise ConfigError(
+        f"a model on vLLM's CPU backend must have {rule}, since vLLM can't reload others there: got {model} with "
+        f"{found}. Use a model with {change}, a GPU, or another backend in allocation_mode."
+    )
 
 
 def without_needless(flags: Sequence[str], options: Collection[str]) -> list[str]:

@@ -9,11 +9,20 @@ import torch
 import torch.distributed as dist
 import transformers
 from tensordict import TensorDict
+from testing_images import vision_batch
+from testing_quickstart import make_tiny_vision_model
 from training_cases import OPTIMIZER, SPEC, actor_config, of_update, pair_batch, trajectory_batch
 
 from arealite.algorithms.logprobs import count_loss_tokens, packed_logprobs_entropy
 from arealite.api.alloc_mode import ParallelSizes
-from arealite.api.cli_args import DPOEngineConfig, MicroBatchSpec, OptimizerConfig, RWEngineConfig, TrainEngineConfig
+from arealite.api.cli_args import (
+    CorrectionConfig,
+    DPOEngineConfig,
+    MicroBatchSpec,
+    OptimizerConfig,
+    RWEngineConfig,
+    TrainEngineConfig,
+)
 from arealite.api.io_struct import SaveLoadMeta
 from arealite.engine.dpo.dpo_engine import FSDPDPOEngine
 from arealite.engine.fsdp_engine import FSDPEngine
@@ -45,6 +54,14 @@ def write_model(folder: Path, kind: str) -> str:
         "pad_token_id": 0,
     }
     experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    if kind == "qwen2_5_vl":
+        make_tiny_vision_model(folder, tie=False)
+        config = transformers.AutoConfig.from_pretrained(folder)
+        config.text_config.num_key_value_heads = 2
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+        return str(folder)
     if kind == "qwen3":
         config: Any = transformers.Qwen3Config(**common | {"tie_word_embeddings": True})
     elif kind == "llama":
@@ -163,6 +180,21 @@ def main(_: Connection, path: str, layout: str, changes: dict[str, Any], out: Pa
     engine.destroy()
 
 
+def see(_: Connection, path: str, layout: str, out: Path) -> None:
+    """Take two steps on rows with images."""
+    torch.set_num_threads(1)
+    optimizer = OptimizerConfig(**OPTIMIZER | {"eps": 1e-2})
+    engine = FSDPEngine(TrainEngineConfig(path=path, parallel=layout, dtype="float32", optimizer=optimizer))
+    engine.initialize(None, SPEC)
+    sizes, rank = ParallelSizes.from_str(layout), dist.get_rank()
+    columns = vision_batch(path)[sizes.data_rank(rank) :: sizes.data]
+    columns["loss_mask"] = columns["attention_mask"] & (torch.arange(columns["input_ids"].shape[1]) > 0)
+    steps = [engine.train_batch(columns, sft_loss_fn, count_loss_tokens) for _step in range(2)]
+    weights = dict(iter_full_params(engine.model, torch.float32))
+    torch.save({"steps": steps, "weights": weights, "fingerprint": engine.fingerprint()}, out / f"rank{rank}.pt")
+    engine.destroy()
+
+
 def state_of(engine: FSDPEngine) -> dict[str, dict[str, torch.Tensor]]:
     """Return whole weights and moments, on rank 0."""
     found: dict[str, dict[str, torch.Tensor]] = {"weights": {}, **{name: {} for name in MOMENTS}}
@@ -214,6 +246,7 @@ def resume(_: Connection, path: str, layouts: list[str], layout: str, folder: Pa
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "gspo": {"algorithm": "gspo", "entropy_ctl": 0.1, "group_size": 2},
     "grpo": {"group_size": 2, "kl_ctl": 0.1, "kl_in": "loss", "proximal": "recompute", "aggregation": "prompt_mean"},
+    "opd": {"algorithm": "opd", "proximal": "recompute", "correction": CorrectionConfig(action="mask", upper=5.0)},
 }
 
 
@@ -233,6 +266,7 @@ def update(_: Connection, path: str, layout: str, out: Path) -> None:
         found[name] = []
         for _step in range(2):
             columns["proximal_logprobs"] = actor.compute_logprobs(columns)
+            columns["teacher_logprobs"] = columns["proximal_logprobs"] * 0.9
             actor.compute_advantages(columns)
             found[name].append(of_update(actor.ppo_update(columns)))
         found[f"{name} per token"] = {key: values.nan_to_num(9.0) for key, values in actor.per_token.items()}
@@ -244,9 +278,8 @@ def update(_: Connection, path: str, layout: str, out: Path) -> None:
     pairs["ref_logprobs"] = engine.compute_logprobs(pairs) * 0.9
     found["dpo"] = [of_update(engine.train_dpo(pairs)) for _step in range(2)]
     engine.destroy()
-    if sizes.pipeline == 1:
-        rewards = FSDPRWEngine(RWEngineConfig(path=path, dtype="float32", optimizer=optimizer, **common))
-        rewards.initialize(None, SPEC)
-        found["rw"] = [of_update(rewards.train_rw(pairs)) for _step in range(2)]
-        rewards.destroy()
+    rewards = FSDPRWEngine(RWEngineConfig(path=path, dtype="float32", optimizer=optimizer, **common))
+    rewards.initialize(None, SPEC)
+    found["rw"] = [of_update(rewards.train_rw(pairs)) for _step in range(2)]
+    rewards.destroy()
     torch.save(found, out / f"rank{rank}.pt")

@@ -14,7 +14,7 @@ from testing_quickstart import make_tiny_model
 
 import arealite
 from arealite.api.errors import ConfigError
-from arealite.launcher.serve.vllm_server import check_embeddings, without_needless
+from arealite.launcher.serve.vllm_server import check_reloads, without_needless
 from arealite.launcher.serve.wrapper import explain
 
 PYTHON = os.environ.get("AREALITE_VLLM_PYTHON", "")
@@ -56,12 +56,16 @@ def test_a_switch_without_an_opposite_is_off_unless_it_is_given():
     assert without_needless(flags, options) == ["--model", "no-model", "--no-enable-x", "--no-nothing"]
 
 
-def test_tied_embeddings_on_a_cpu_are_refused():
+def test_what_is_packed_once_on_a_cpu_is_refused():
     told = r"must have an output layer of its own, .* got models/m with tie_word_embeddings=true\. Use a model with"
     with pytest.raises(ConfigError, match=told):
-        check_embeddings("models/m", is_tied=True, device="cpu")
-    check_embeddings("models/m", is_tied=False, device="cpu")
-    check_embeddings("models/m", is_tied=True, device="cuda")
+        check_reloads("models/m", is_tied=True, has_experts=True, device="cpu")
+    with pytest.raises(
+        ConfigError, match=r"must have no experts, .* got models/m with experts\. Use a model with dense"
+    ):
+        check_reloads("models/m", is_tied=False, has_experts=True, device="cpu")
+    check_reloads("models/m", is_tied=False, has_experts=False, device="cpu")
+    check_reloads("models/m", is_tied=True, has_experts=True, device="cuda")
 
 
 def test_an_interpreter_without_vllm_is_named():
