@@ -31,6 +31,7 @@ from arealite.api.cli_args import AgentConfig, GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import AgentError
 from arealite.api.workflow_api import RolloutWorkflow
+from arealite.chat.demonstration import stopping
 from arealite.utils.background import DaemonThreads, gathered
 from arealite.utils.tensors import concat_padded_tensors
 
@@ -116,7 +117,7 @@ def model_of(
 ) -> Model:
     """Return the shared state of all runs, with a thread for the tokenizer."""
     bridge = Bridge(tokenizer, history=config.history, enable_thinking=enable_thinking)
-    return Model(bridge, tokenizer, gconfig, config, DaemonThreads(1, "agent-tokenizer"))
+    return Model(bridge, tokenizer, stopping(gconfig, tokenizer), config, DaemonThreads(1, "agent-tokenizer"))
 
 
 def rows_of(session: Session, reward: Any, sample: int, turn_discount: float) -> TensorDict:

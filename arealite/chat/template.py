@@ -1,23 +1,20 @@
 """Chat templates: conversations as tokens and as text. Nothing here knows a model family.
 
-`prompt_tokens`, `next_prompt` and `demonstration` make the prompts that a model completes, and the demonstrations that
-it is fine-tuned on. `ChatText` finds what a template writes around answers by rendering dummies. The text of a
-conversation so far is never rendered again: `ChatText.glue` is the text between an answer and the next one,
-`ChatText.append` its token ids after those that were sampled.
+`prompt_tokens` and `next_prompt` make the prompts that a model completes. `ChatText` finds what a template writes
+around answers by rendering dummies. The text of a conversation so far is never rendered again: `ChatText.glue` is the
+text between an answer and the next one, `ChatText.append` its token ids after those that were sampled.
 """
 
 import copy
 import itertools
 import json
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import jinja2
 
 _ANSWER = "The answer is 4."
-_MARKS_TURNS = re.compile(r"\{%-?\s*generation\b")  # how a template marks what the model writes
-_NO_TEMPLATE = (
+NO_TEMPLATE = (
     "conversations with an assistant's turns or images must have a chat template: got a tokenizer without one. "
     "Add chat_template.jinja to tokenizer_path."
 )
@@ -35,11 +32,11 @@ def prompt_tokens(
 ) -> list[list[int]]:
     """Return the prompt of each conversation; without a chat template, the tokens of its texts."""
     if tokenizer.chat_template is not None:
-        texts = [_render(tokenizer, messages, asks=True, enable_thinking=enable_thinking) for messages in conversations]
+        texts = [render(tokenizer, messages, asks=True, enable_thinking=enable_thinking) for messages in conversations]
         return list(tokenizer(texts, add_special_tokens=False)["input_ids"])
     for message in itertools.chain(*conversations):
         if message["role"] == "assistant" or not isinstance(message["content"], str):
-            raise ValueError(_NO_TEMPLATE)
+            raise ValueError(NO_TEMPLATE)
     texts = ["\n\n".join(message["content"] for message in messages) for messages in conversations]
     return list(tokenizer(texts)["input_ids"])
 
@@ -52,57 +49,47 @@ def next_prompt(
     The tokens stay as they are; the text that the template writes after an answer follows them.
     """
     if tokenizer.chat_template is None:
-        raise ValueError(_NO_TEMPLATE)
+        raise ValueError(NO_TEMPLATE)
     dummy = [_ASKED, {"role": "assistant", "content": _ANSWER}]
-    text = _render(tokenizer, [*dummy, *messages], asks=True, enable_thinking=enable_thinking)
+    text = render(tokenizer, [*dummy, *messages], asks=True, enable_thinking=enable_thinking)
     ids = tokenizer(text.partition(_ANSWER)[2], add_special_tokens=False)["input_ids"]
     return [*tokens, *(ids[1:] if tokens[-1:] == ids[:1] else ids)]  # a truncated answer has no end token
 
 
-def demonstration(tokenizer: Any, messages: list[dict[str, Any]]) -> dict[str, list[int]]:
-    """Return `input_ids` and `loss_mask` of a conversation: 1 on each turn of the assistant and the token that ends it.
-
-    Turns are those that the template marks (`{% generation %}`), else what it adds to the conversation before them.
-    """
-    if tokenizer.chat_template is None:
-        raise ValueError(_NO_TEMPLATE)
-    if _MARKS_TURNS.search(tokenizer.chat_template):
-        marked = _applied(tokenizer, messages, return_dict=True, return_assistant_tokens_mask=True)
-        return {"input_ids": list(marked["input_ids"]), "loss_mask": list(marked["assistant_masks"])}
-    text = _render(tokenizer, messages)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids, starts = list(encoded["input_ids"]), [start for start, _ in encoded["offset_mapping"]]
-    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-    loss_mask = [0] * len(ids)
-    for turn in (index for index, message in enumerate(messages) if message["role"] == "assistant"):
-        before, after = _render(tokenizer, messages[:turn], asks=True), _render(tokenizer, messages[: turn + 1])
-        if not (text.startswith(after) and after.startswith(before)):
-            raise ValueError(
-                f"the chat template of {tokenizer.name_or_path} must keep earlier turns as they are: got one that "
-                f"rewrites message {turn + 1} of {len(messages)}. Mark the assistant's turns in it with "
-                "{% generation %}, or use another chat_template.jinja."
-            )
-        tokens = [index for index, start in enumerate(starts) if len(before) <= start < len(after)]
-        last = max((index for index in tokens if ids[index] in special), default=len(ids))  # line breaks may follow
-        for index in tokens:
-            loss_mask[index] = int(index <= last)
-    return {"input_ids": ids, "loss_mask": loss_mask}
-
-
-def _render(
-    tokenizer: Any, messages: list[dict[str, Any]], *, asks: bool = False, enable_thinking: bool = False
+def render(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    *,
+    asks: bool = False,
+    enable_thinking: bool = False,
+    tools: list[Any] | None = None,
 ) -> str:
-    return str(_applied(tokenizer, messages, enable_thinking, tokenize=False, add_generation_prompt=asks))
+    """Return a conversation as text; `asks` adds the start of the next answer. Raises ValueError naming the message."""
+    options = {"tokenize": False, "add_generation_prompt": asks, "tools": tools}
+    return str(tokens_of(tokenizer, messages, enable_thinking=enable_thinking, **options))
 
 
-def _applied(tokenizer: Any, messages: list[dict[str, Any]], enable_thinking: bool = False, **options: Any) -> Any:
+def tokens_of(tokenizer: Any, messages: Sequence[Message], **options: Any) -> Any:
+    """Apply the chat template; what it refuses raises ValueError with the first message that it does not take."""
+    options = {"enable_thinking": False, **options}
     try:
-        return tokenizer.apply_chat_template(messages, enable_thinking=enable_thinking, **options)
-    except REFUSALS as error:
+        return tokenizer.apply_chat_template(list(messages), **options)
+    except (*REFUSALS, ValueError) as error:
+        place = f"message {_refused(tokenizer, messages, options)} of {len(messages)}"
         raise ValueError(
-            f"the chat template must take the conversations of the data: got {error}. Change their roles, or "
-            "train_dataset.system_prompt."
+            f"the chat template must take the conversations of the data: got {str(error).rstrip('.')} ({place}). "
+            "Change their roles, or train_dataset.system_prompt."
         ) from error
+
+
+def _refused(tokenizer: Any, messages: Sequence[Message], options: dict[str, Any]) -> int:
+    """Return the length of the shortest conversation that is refused."""
+    for length in range(1, len(messages)):
+        try:
+            tokenizer.apply_chat_template(messages[:length], **options)
+        except (*REFUSALS, ValueError):
+            return length
+    return len(messages)
 
 
 class ChatText:
@@ -129,10 +116,10 @@ class ChatText:
         answered = [_ASKED, {"role": "assistant", "content": SENTINEL}]
         before, _, after = self.render([*answered, _AGAIN]).partition(SENTINEL)
         asked, own = self.render([_ASKED]), self.render(answered, asks=False).partition(SENTINEL)[2]
-        shared = _common(before, asked)
+        shared = common_prefix(before, asked)
         cut = shared.rfind("<") if shared.rfind("<") > shared.rfind(">") else len(shared)  # not within a tag
         self.opening = asked[cut:]
-        self.closing = self.last_special(_common(own, after))
+        self.closing = self.last_special(common_prefix(own, after))
         if self.closing is None and self._first(own) is not None:  # the last answer of a conversation ends differently
             self.closing = self._first(after)
 
@@ -208,7 +195,7 @@ class ChatText:
     def _from_end(self, after: str, dummy: Message, tools: list[Any] | None) -> str:
         """Cut off the rest of the dummy's call."""
         own = self.render([_ASKED, dummy], tools, asks=False).rpartition(SENTINEL)[2]
-        shared = _common(own, after)
+        shared = common_prefix(own, after)
         if self.closing is None:
             return after[len(shared) :]
         end = self.last_special(shared)
@@ -273,7 +260,7 @@ class ChatText:
         return {**message, "tool_calls": calls}
 
 
-def _common(text_a: str, text_b: str) -> str:
+def common_prefix(text_a: str, text_b: str) -> str:
     """Return the longest prefix of both texts."""
     return "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text_a, text_b)))
 

@@ -3,6 +3,7 @@
 The result is a table in the cache of `datasets`, which one process writes, see `written`.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -17,7 +18,8 @@ import datasets
 
 from arealite import chat
 from arealite.api.config.data import PAIRS, DatasetConfig
-from arealite.chat.template import demonstration, prompt_tokens
+from arealite.chat.demonstration import demonstrations
+from arealite.chat.template import prompt_tokens
 from arealite.dataset.rows import CHUNK, Row, Rows, checksum_of, digest_of, digest_of_row, written
 from arealite.utils import heartbeat
 from arealite.utils.images import count_image_tokens, decode_image
@@ -40,6 +42,9 @@ KNOWN: dict[str, dict[str, Any]] = {
 }
 """Keys of known data sets, by a part of their path, where a config does not set them."""
 
+_PROMPTS = ("messages", "conversations", "question", "prompt")  # columns, where prompt_key names none
+_ROLES = {"human": "user", "gpt": "assistant", "function": "tool"}  # of ShareGPT's format
+_PLAIN: dict[str, Any] = {"system_prompt": "", "prompt_suffix": ""}
 _TOKENS = {"input_ids": datasets.List(datasets.Value("int32")), "loss_mask": datasets.List(datasets.Value("int8"))}
 _PAIRS = {"pair": datasets.List(_TOKENS)}
 _COLUMNS: dict[str, dict[str, Any]] = {"rl": {}, "sft": _TOKENS, "dpo": _PAIRS, "rw": _PAIRS}
@@ -100,16 +105,17 @@ class _Preparation:
         config, num_kept, shortest = self.config, 0, None
         for first, converted in self._chunks():
             tokens = self._tokens(converted, first)
-            for at, row in enumerate(converted):
+            made_of = ((at, made) for at, all_made in enumerate(tokens) for made in all_made)
+            for at, made in made_of:
                 if config.max_length:
-                    length = _length(tokens[at])
+                    length = _length(made)
                     shortest = min(length, length if shortest is None else shortest)
                     if length > config.max_length:
                         continue
                 num_kept += 1
-                made = {} if config.type == "rl" else tokens[at]
-                images = {"images": row["images"]} if config.image_key else {}
-                yield {"row": first + at, "digest": digest_of_row((made or row) | images), **made}
+                own = {} if config.type == "rl" else made
+                images = {"images": converted[at]["images"]} if config.image_key else {}
+                yield {"row": first + at, "digest": digest_of_row((own or converted[at]) | images), **own}
         if num_kept == 0:
             raise ValueError(
                 f"max_length must leave some rows: got {config.max_length}, shortest row {shortest}. Raise it."
@@ -119,9 +125,16 @@ class _Preparation:
         """Return the rows that `entries` name: prompts from the source, tokens from the entries."""
         columns = entries.with_format("numpy")
         kept, checksum = columns["row"][:], checksum_of(columns["digest"][:])
-        if num_dropped := len(self.rows) - len(kept):
+        num_used = len(set(kept.tolist()))
+        if num_dropped := len(self.rows) - num_used:
             message = "dropped %d of %d rows longer than max_length %d tokens"
             logger.warning(message, num_dropped, len(self.rows), self.config.max_length)
+        if len(kept) > num_used:
+            message = (
+                "%d conversations of %s became %d rows: the chat template rewrites turns that others follow. "
+                "Such a turn is the end of a row of its own, as it was sampled, and each turn is taught once."
+            )
+            logger.info(message, num_used, self.config.path, len(kept))
         if self.config.type == "rl":
             stored = self.rows.table.select(kept) if num_dropped else self.rows.table
             return Rows(stored, functools.partial(self._converted, where=f"a row of {self.config.path}"), checksum)
@@ -150,23 +163,60 @@ class _Preparation:
     def _where(self, index: int) -> str:
         return f"row {self.start + index} of {self.config.path}"
 
-    def _tokens(self, rows: list[Row], first: int) -> list[Row]:
-        """Return the tokens of rows; of prompts without a limit those of the first row only, to try the template."""
-        tokenizer = self.tools.tokenizer
-        if self.config.type in PAIRS:
-            return rows
-        if self.config.type == "sft":
-            tokens = demonstrations(rows, tokenizer)
-        elif tokenizer is None or (first > 0 and self.config.max_length is None):
-            return []
+    def _tokens(self, rows: list[Row], first: int) -> list[list[Row]]:
+        """Return what each row becomes; of prompts without a limit only the first of all is tokenized, as a trial."""
+        config, tokenizer = self.config, self.tools.tokenizer
+        if config.type in PAIRS:
+            return [[row] for row in rows]
+        if config.type == "sft":
+            tokens = [self._demonstrations(row, self._where(first + at)) for at, row in enumerate(rows)]
         else:
-            prompts = rows if self.config.max_length else rows[:1]
-            tokens = [{"input_ids": ids} for ids in prompt_tokens(tokenizer, [row["messages"] for row in prompts])]
-        if self.config.image_key:
-            processor = self.tools.processor
-            pairs = zip(tokens, rows, strict=False)
-            tokens = [expanded(columns, row["images"], tokenizer, processor) for columns, row in pairs]
+            num_tried = 0 if tokenizer is None else len(rows) if config.max_length else int(first == 0)
+            prompts = self._prompts(rows[:num_tried], first) if num_tried else []
+            tokens = [[{"input_ids": ids}] for ids in prompts] + [[{}] for _ in rows[num_tried:]]
+        if config.image_key:
+            for made, row in zip(tokens, rows, strict=True):
+                made[:] = [
+                    expanded(one, row["images"], tokenizer, self.tools.processor) if one else one for one in made
+                ]
         return tokens
+
+    def _prompts(self, rows: list[Row], first: int) -> list[list[int]]:
+        conversations = [row["messages"] for row in rows]
+        try:
+            return prompt_tokens(self.tools.tokenizer, conversations)
+        except ValueError:
+            for at, messages in enumerate(conversations):
+                with _naming(self._where(first + at)):
+                    prompt_tokens(self.tools.tokenizer, [messages])
+            raise
+
+    def _demonstrations(self, row: Row, where: str) -> list[Row]:
+        """Return the rows that a conversation becomes, or a prompt that its answer follows."""
+        messages, tokenizer = row["messages"], self.tools.tokenizer
+        with _naming(where):
+            if tokenizer.chat_template is None:
+                (prompt,) = prompt_tokens(tokenizer, [messages])
+                answer = [*tokenizer(row["answer"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+                return [{"input_ids": prompt + answer, "loss_mask": [0] * len(prompt) + [1] * len(answer)}]
+            if messages[-1]["role"] != "assistant":
+                messages = [*messages, {"role": "assistant", "content": row["answer"]}]
+            made = demonstrations(tokenizer, messages, tools=row.get("tools"))
+            if len(made) > 1 and self.config.image_key:
+                raise ValueError(
+                    f"the chat template of {tokenizer.name_or_path} must keep earlier turns of conversations with "
+                    "images as they are: got one that rewrites some. Use another chat_template.jinja."
+                )
+            return made
+
+
+@contextlib.contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Put the row before what its template refuses."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def _length(tokens: Row) -> int:
@@ -196,8 +246,8 @@ def _code_content() -> str:
 
 def with_messages(row: Row, where: str, config: DatasetConfig) -> Row:
     """Add the conversation and, under the name that rewards know, the answer."""
-    key = config.prompt_key or ("messages" if "messages" in row else "question")
-    if (prompt := row.get(key)) is None:
+    key = config.prompt_key or next((name for name in _PROMPTS if name in row), "question")
+    if (prompt := column_of(row, key)) is None:
         raise _missing(row, where, key, "prompt_key")
     messages = _messages(prompt, where, key, "prompt_key", config)
     if config.image_key:
@@ -212,9 +262,13 @@ def with_messages(row: Row, where: str, config: DatasetConfig) -> Row:
     if is_complete or (config.answer_key is None and config.type == "rl"):
         return {**row, "messages": messages}
     column = config.answer_key or "answer"
-    if (value := row.get(column)) is None:
+    if column == "answer" and column not in row and config.type == "sft" and "completion" in row:
+        column = "completion"
+    if (value := column_of(row, column)) is None:
         advice = " (null if rewards need none)" if config.type == "rl" else ""
         raise _missing(row, where, column, "answer_key", advice)
+    if config.type == "sft" and isinstance(value, list):
+        return {**row, "messages": [*messages, *_messages(value, where, column, "answer_key", config.new(**_PLAIN))]}
     is_structured = config.type == "rl" and isinstance(value, list | dict)
     return {**row, "answer": value if is_structured else str(value), "messages": messages}
 
@@ -237,41 +291,87 @@ def _messages(content: Any, where: str, column: str, key: str, config: DatasetCo
     return messages
 
 
+def column_of(row: Row, name: str) -> Any:
+    """Return the value of a column, or at a path of names with dots in nested ones; None if there is none."""
+    if name in row or "." not in name:
+        return row.get(name)
+    first, _, rest = name.partition(".")
+    inner = row.get(first)
+    return column_of(inner, rest) if isinstance(inner, dict) else None
+
+
 def _turns(content: Any) -> list[Row]:
-    return [*content] if isinstance(content, list) else [{"role": "user", "content": str(content)}]
+    if not isinstance(content, list):
+        return [{"role": "user", "content": str(content)}]
+    return [
+        _turn(turn) if isinstance(turn, dict) and "from" in turn and "role" not in turn else turn for turn in content
+    ]
+
+
+def _turn(turn: Row) -> Row:
+    """Return a turn of ShareGPT's format with the usual keys."""
+    rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    return {"role": _role(turn), "content": turn.get("value"), **rest}
+
+
+def _role(turn: Row) -> Any:
+    said_by = turn.get("role") or turn.get("from")
+    return said_by if "role" in turn else _ROLES.get(str(said_by), said_by)
 
 
 def pair_of(row: Row, where: str, config: DatasetConfig, tokenizer: Any) -> list[Row]:
-    """Tokenize the chosen and the rejected answer; without a prompt, their common beginning is not trained on."""
+    """Tokenize the chosen and the rejected answer; their common beginning is not trained on."""
     key = config.prompt_key or "prompt"
-    if config.prompt_key is not None and row.get(key) is None:
+    given = column_of(row, key)
+    if config.prompt_key is not None and given is None:
         raise _missing(row, where, key, "prompt_key")
-    prompt = None if row.get(key) is None else _messages(row[key], where, key, "prompt_key", config)
-    pair: list[Row] = []
+    prompt = None if given is None else _messages(given, where, key, "prompt_key", config)
+    conversations: list[list[Row] | str] = []
     for name, column in (("chosen_key", config.chosen_key), ("rejected_key", config.rejected_key)):
-        if (answer := row.get(column)) is None:
+        if (answer := column_of(row, column)) is None:
             raise _missing(row, where, column, name)
-        if isinstance(answer, list):
-            is_turn = bool(answer) and isinstance(answer[0], dict) and answer[0].get("role") == "assistant"
-            whole = [*_turns(row[key]), *answer] if prompt is not None and is_turn else answer
-            messages = _messages(whole, where, column, name, config)
-            if messages[-1]["role"] != "assistant":
-                raise ValueError(
-                    f"{column} must end with the assistant's turn: got one that ends with {messages[-1]['role']} in "
-                    f"{where}. Set train_dataset.{name} to a column of whole conversations or answers."
-                )
-            pair.append(demonstration(tokenizer, messages))
-        elif prompt is not None:
-            pair += demonstrations([{"messages": prompt, "answer": str(answer)}], tokenizer)
-        else:
-            tokens = [*tokenizer(str(answer))["input_ids"], tokenizer.eos_token_id]
-            pair.append({"input_ids": tokens, "loss_mask": [1] * len(tokens)})
+        if not isinstance(answer, list):
+            said = {"role": "assistant", "content": str(answer)}
+            conversations.append(str(answer) if prompt is None else [*prompt, said])
+            continue
+        is_turn = bool(answer) and isinstance(answer[0], dict) and _role(answer[0]) == "assistant"
+        whole = [*_turns(given), *answer] if prompt is not None and is_turn else answer
+        messages = _messages(whole, where, column, name, config)
+        if messages[-1]["role"] != "assistant":
+            raise ValueError(
+                f"{column} must end with the assistant's turn: got one that ends with {messages[-1]['role']} in "
+                f"{where}. Set train_dataset.{name} to a column of whole conversations or answers."
+            )
+        conversations.append(messages)
+    with _naming(where):
+        pair = [_answer_of_pair(tokenizer, one, conversations) for one in conversations]
     if prompt is None:
         chosen, rejected = (answer["input_ids"] for answer in pair)
         differ = (at for at, (first, second) in enumerate(zip(chosen, rejected, strict=False)) if first != second)
         shared = next(differ, min(len(chosen), len(rejected)))
         pair = [{**answer, "loss_mask": [0] * shared + answer["loss_mask"][shared:]} for answer in pair]
     return pair
+
+
+def _answer_of_pair(tokenizer: Any, answer: list[Row] | str, both: Sequence[list[Row] | str]) -> Row:
+    """Tokenize an answer, of which the messages that both have are the prompt."""
+    if isinstance(answer, str):
+        tokens = [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id]
+        return {"input_ids": tokens, "loss_mask": [1] * len(tokens)}
+    if tokenizer.chat_template is None:
+        *prompt, said = answer
+        (ids,) = prompt_tokens(tokenizer, [prompt])
+        tokens = [*tokenizer(said["content"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        return {"input_ids": ids + tokens, "loss_mask": [0] * len(ids) + [1] * len(tokens)}
+    differ = (at for at, (one, other) in enumerate(zip(*both, strict=False)) if one != other)
+    first = next(differ, len(answer) - 1)
+    row, *others = demonstrations(tokenizer, answer, first=min(first, len(answer) - 1))
+    if others:
+        raise ValueError(
+            f"the chat template of {tokenizer.name_or_path} must keep the turns of an answer as they are: got one that "
+            "rewrites some of a pair, whose answers must each be one row. Use answers of one turn, or another template."
+        )
+    return row
 
 
 def _has_text(message: Row) -> bool:
@@ -288,23 +388,6 @@ def _missing(row: Row, where: str, column: str, key: str, advice: str = "") -> V
     )
 
 
-def demonstrations(rows: list[Row], tokenizer: Any) -> list[Row]:
-    """Tokenize conversations that end with the assistant, and prompts followed by their answer and an end token."""
-    asked = [row for row in rows if row["messages"][-1]["role"] != "assistant"]
-    if not asked:
-        return [demonstration(tokenizer, row["messages"]) for row in rows]
-    prompts = iter(prompt_tokens(tokenizer, [row["messages"] for row in asked]))
-    answers = iter(tokenizer([row["answer"] for row in asked], add_special_tokens=False)["input_ids"])
-    demonstrations = []
-    for row in rows:
-        if row["messages"][-1]["role"] == "assistant":
-            demonstrations.append(demonstration(tokenizer, row["messages"]))
-            continue
-        prompt, sampled = next(prompts), [*next(answers), tokenizer.eos_token_id]
-        demonstrations.append({"input_ids": prompt + sampled, "loss_mask": [0] * len(prompt) + [1] * len(sampled)})
-    return demonstrations
-
-
 def with_known_keys(config: DatasetConfig) -> DatasetConfig:
     """Return the config with the keys of a known data set, unless it names columns of its own."""
     known = next((keys for name, keys in KNOWN.items() if name in config.path), {})
@@ -315,7 +398,7 @@ def with_known_keys(config: DatasetConfig) -> DatasetConfig:
 
 def images_of(row: dict[str, Any], where: str, column: str) -> list[Any]:
     """Return the images in a column, one or a list."""
-    value = row.get(column)
+    value = column_of(row, column)
     images = list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
     if not images:
         raise ValueError(

@@ -1,12 +1,14 @@
 """Sources of rows: the hub, files, or a function of the user's."""
 
+import codecs
 import inspect
+import io
 import json
 import re
 import runpy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 from urllib.parse import parse_qsl
 
 import datasets
@@ -17,15 +19,18 @@ from arealite.api.cli_args import DatasetConfig
 from arealite.dataset.rows import JSON, JSON_ROW, PICKLED, Row, Rows, written
 from arealite.utils.files import FileError, file_entry, reading
 
-SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
 ACCEPTED = (
-    "'gsm8k', a data set of the hub ('org/name'), a .jsonl, .json, .parquet or .csv file, a folder of such files, "
-    "'FILE.py:FUNCTION?option=value', or 'hf-dataset://org/name/file/in/the/repository.jsonl'"
+    "'gsm8k', a data set of the hub ('org/name'), a .jsonl, .json, .parquet or .csv file (JSON also as .gz or .zst), a "
+    "folder of such files or from save_to_disk, 'FILE.py:FUNCTION?option=value', or "
+    "'hf-dataset://org/name/file/in/the/repository.jsonl'"
 )
 _HUB_SCHEME = "hf-dataset://"
 _HUB_FILE = re.compile(rf"{_HUB_SCHEME}([^/]+/[^/]+)/(.+)")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _MAX_CSV_ROW = 2**28  # bytes
+_CODECS = {".gz": "gzip", ".zst": "zstd"}
+_SAVED = ("dataset_dict.json", "state.json")  # of `save_to_disk`: with splits, or without
 _FUNCTION = re.compile(r"(.+\.py):(\w+)(?:\?(.*))?")
 
 
@@ -74,6 +79,8 @@ def _read_split(config: DatasetConfig, split: str, seed: int) -> datasets.Datase
         return _read_hub("openai/gsm8k", config.config_name or "main", split)
     if local.is_dir() and (local / "data").is_dir():  # a data set of the hub that was downloaded
         return _read_hub(str(local), config.config_name, split)
+    if saved := next((name for name in _SAVED if (local / name).is_file()), None):
+        return _of_splits(path, datasets.load_from_disk(str(local)), split, has_splits=saved == _SAVED[0])
     if path and local.exists():
         local = _file_of_split(local, split) if local.is_dir() else local
         return _read_file(local)
@@ -85,13 +92,22 @@ def _read_split(config: DatasetConfig, split: str, seed: int) -> datasets.Datase
 
 
 def _read_hub(path: str, config_name: str | None, split: str) -> datasets.Dataset:
-    splits = _load_hub(path, config_name)
-    if split not in splits:
+    return _of_splits(path, _load_hub(path, config_name), split)
+
+
+def _of_splits(path: str, splits: Any, split: str, *, has_splits: bool = True) -> datasets.Dataset:
+    """Return a split of those of a data set, or the whole one if it has none."""
+    if not has_splits and split == "train":
+        whole: datasets.Dataset = splits
+        return whole
+    if not has_splits or split not in splits:
+        names = ", ".join(splits) if has_splits else "none, as one table was saved"
         raise MissingSplitError(
-            f"data set {path} must have the split {split}: got {', '.join(splits)}. Set train_dataset.split (or "
+            f"data set {path} must have the split {split}: got {names}. Set train_dataset.split (or "
             "valid_dataset.split)."
         )
-    return splits[split]
+    of_split: datasets.Dataset = splits[split]
+    return of_split
 
 
 def _load_hub(path: str, *names: Any, **options: Any) -> Any:
@@ -123,7 +139,7 @@ def _call(file: str, name: str, query: str, split: str, seed: int) -> Any:
 def _file_of_split(folder: Path, split: str) -> Path:
     """Return the one file that is named after the split (`train.jsonl`, `my_train.parquet`; not `latest.jsonl`)."""
     named = re.compile(rf"(?<![A-Za-z]){re.escape(split)}")
-    files = [file for file in folder.iterdir() if file.suffix in SUFFIXES and named.search(file.stem)]
+    files = [file for file in folder.iterdir() if file.name.endswith(SUFFIXES) and named.search(file.stem)]
     if len(files) != 1:
         names = sorted(file.name for file in folder.iterdir())
         raise (ValueError if files else MissingSplitError)(
@@ -134,15 +150,16 @@ def _file_of_split(folder: Path, split: str) -> Path:
 
 
 def _read_file(path: Path) -> datasets.Dataset | Sequence[Any]:
-    if path.suffix not in SUFFIXES:
+    if not path.name.endswith(SUFFIXES):
         raise FileError(f"dataset file must end in {', '.join(SUFFIXES)}: got {path}. Convert it.")
     with reading(path):
         if path.suffix == ".parquet":
             return datasets.Dataset.from_parquet(str(path))
         if path.suffix == ".csv":
             return _read_csv(path)
-        if path.suffix == ".json":
-            rows = json.loads(path.read_text(encoding="utf-8"))
+        if path.name.removesuffix(".gz").removesuffix(".zst").endswith(".json"):
+            with _opened(path) as file:
+                rows = json.load(file)
             if not isinstance(rows, list):
                 got = type(rows).__name__
                 raise FileError(f"{path} must hold a JSON list of objects: got {got}. Use .jsonl for lines.")
@@ -151,9 +168,21 @@ def _read_file(path: Path) -> datasets.Dataset | Sequence[Any]:
     return written(lambda: _json_lines(path), JSON_ROW, key, what=str(path))
 
 
+def _opened(path: Path) -> TextIO:
+    """Open a text that may be compressed, in UTF-8 or as its first bytes say."""
+    codec = _CODECS.get(path.suffix)
+    with pyarrow.input_stream(str(path), compression=codec) as file:
+        encoding = _encoding(file.read(2))
+    return io.TextIOWrapper(pyarrow.input_stream(str(path), compression=codec), encoding)
+
+
+def _encoding(first: bytes) -> str:
+    return "utf-16" if first in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
+
+
 def _json_lines(path: Path) -> Iterator[Row]:
     """Yield the checked lines of a file: the run does not read it again."""
-    with reading(path), path.open(encoding="utf-8") as file:
+    with reading(path), _opened(path) as file:
         lines = ((number, line.rstrip("\n")) for number, line in enumerate(file, start=1) if line.strip())
         number = 0
         for number, line in lines:
@@ -168,7 +197,9 @@ def _json_lines(path: Path) -> Iterator[Row]:
 
 def _read_csv(path: Path) -> datasets.Dataset:
     """Return the rows below the header; each value is the text of its cell."""
-    blocks = csv.ReadOptions(block_size=_MAX_CSV_ROW)
+    with path.open("rb") as file:
+        encoding = _encoding(file.read(2)).removesuffix("-sig")  # pyarrow skips it by itself
+    blocks = csv.ReadOptions(block_size=_MAX_CSV_ROW, encoding=encoding)
     names = csv.open_csv(path, blocks).schema.names
     texts = csv.ConvertOptions(column_types=dict.fromkeys(names, pyarrow.string()))
     return datasets.Dataset(csv.read_csv(path, blocks, csv.ParseOptions(newlines_in_values=True), texts))

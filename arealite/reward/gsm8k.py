@@ -1,9 +1,9 @@
 r"""GSM8K: 1.0 when the final answer is the right number, else 0.0.
 
-The final answer is the content of the last `\boxed{}`, else the line after the last `####` or "the answer is", unless
-it is a Markdown heading (`#### Step 1`, `#### 1. Add`, `#### Total`). In it, the value after the last `=` counts, else
-the first number. An unfinished expression (`6*3`, `10^2`), a malformed number (`1.2.3`), a time (`12:30`), several
-numbers (`18 or 19`) and a comparison right before it (`not 18`, `< 18`, `Step 2`) are no answers. Numbers are compared
+The final answer is the content of the last `\boxed{}` or `\fbox{}`, else the line after the last `####` or "the answer
+is", unless it is a Markdown heading (`#### Step 1`, `#### 1. Add`, `#### Total`). In it, the value after the last `=`
+counts, else the first number. An unfinished expression (`6*3`, `10^2`), a malformed number (`1.2.3`), a time (`12:30`),
+several numbers (`18 or 19`) and a comparison before it (`not 18`, `< 18`, `Step 2`) are no answers. Numbers are compared
 exactly, as fractions; any text is accepted, in linear time.
 """
 
@@ -40,13 +40,14 @@ _STATED = re.compile(  # what introduces an answer, and the beginning of the lin
     re.IGNORECASE,
 )
 _HEADING = re.compile(r"[\s*_]*(?:step\s*\d+\b|\d+\s*[.):]\**\s+\**[A-Za-z]|[^\d¼-¾⅐-⅞]+$)", re.IGNORECASE)
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _CURRENCY = "[$€£¥₹₩]"
 _CLEANING = [  # rewrites LaTeX, Markdown, currency and typographic signs as plain ASCII arithmetic
     (re.compile("[−–﹣－]"), "-"),
     (re.compile("[⁄∕]"), "/"),
     (re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"), r" \1/\2"),
     (re.compile(r"\\[dt]?frac\s*(\d)\s*(\d)"), r" \1/\2"),
-    (re.compile(r"\\(?:boxed|text|mathrm|mathbf|textbf|textit|mbox|operatorname)\b"), " "),
+    (re.compile(r"\\(?:boxed|fbox|text|mathrm|mathbf|textbf|textit|mbox|operatorname)\b"), " "),
     (re.compile(r"\\(?:times|cdot|div)\b"), "*"),
     (re.compile(r"\\(?:left|right)\b|\\[!,;:()\[\]]|\{,\}(?=\d)"), ""),
     (re.compile(r"\\([%$#& ])"), r"\1"),
@@ -84,15 +85,21 @@ def gsm8k_reward_fn(
 
 def final_answer(text: str) -> str | None:
     r"""Return the content of the last `\boxed{}`, else the line after the last `####` or "answer is", else None."""
-    _, boxed, body = text.rpartition("\\boxed")
-    body = body.lstrip()
-    if boxed and body.startswith("{"):
-        depth = 0
-        for position, character in enumerate(body):
-            depth += (character == "{") - (character == "}")
-            if depth == 0:
-                return body[1:position]
+    boxed = last_boxed(text)
+    if boxed is not None:
+        return boxed
     return next((line for line in reversed(_STATED.findall(text)) if not _HEADING.match(line)), None)
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Return the content of the last `\boxed{}` or `\fbox{}`; None if there is none, or it is cut off."""
+    start = max((match.end() for match in _BOX.finditer(text)), default=None)
+    depth = 1
+    for position in range(len(text) if start is None else start, len(text)):
+        depth += (text[position] == "{") - (text[position] == "}")
+        if depth == 0:
+            return text[start:position]
+    return None
 
 
 def parse_value(text: str) -> Value | None:

@@ -22,6 +22,7 @@ from arealite.api.engine_api import InferenceEngine
 from arealite.api.env_api import Agent
 from arealite.api.errors import EnvError, ParseError
 from arealite.api.workflow_api import RolloutWorkflow
+from arealite.chat.demonstration import stopping
 from arealite.utils.background import BackgroundTasks, in_thread
 from arealite.workflow.conversation import ChatModel, Conversation
 from arealite.workflow.env_process import IsolatedEnv, MakeEnv, env_pool
@@ -54,7 +55,8 @@ class EnvWorkflow(RolloutWorkflow):
     ) -> None:
         if max_turns < 1:
             raise ValueError(f"max_turns must be at least 1: got {max_turns}. Use 32.")
-        self.agent, self.make_env, self.gconfig, self.tokenizer = agent, make_env, gconfig, tokenizer
+        self.agent, self.make_env, self.tokenizer = agent, make_env, tokenizer
+        self.gconfig = stopping(gconfig, tokenizer)
         self.max_turns, self.step_timeout, self.turn_rewards = max_turns, step_timeout, turn_rewards
         self.model = ChatModel(tokenizer, enable_thinking=enable_thinking)
         self.pool = env_pool(make_env) if isolated else None

@@ -16,6 +16,7 @@ from arealite.api.errors import ConfigError
 from arealite.api.io_struct import ModelRequest, ModelResponse
 from arealite.api.reward_api import RewardFunction
 from arealite.api.workflow_api import RolloutWorkflow
+from arealite.chat.demonstration import stopping
 from arealite.chat.template import prompt_tokens
 from arealite.reward.functions import check_names, check_signature
 from arealite.reward.runner import RewardRunner
@@ -42,7 +43,7 @@ class RLVRWorkflow(RolloutWorkflow):
         reward_timeout: float = 15.0,
         num_reward_workers: int = 2,
     ) -> None:
-        self.gconfig = gconfig
+        self.gconfig = stopping(gconfig, tokenizer)
         self.tokenizer = tokenizer
         self.enable_thinking = enable_thinking
         weights = reward_fn if isinstance(reward_fn, Mapping) else {reward_fn: 1.0}

@@ -7,7 +7,7 @@ from testing_quickstart import END, train_tokenizer
 from tokenizers import normalizers
 
 from arealite.chat.certificate import PLAIN, certify
-from arealite.chat.template import demonstration, next_prompt, prompt_tokens
+from arealite.chat.template import next_prompt, prompt_tokens
 
 THINK = "answers with a <think> block"
 EMPTY_LINE = "answers that begin with an empty line"
@@ -109,21 +109,9 @@ def test_what_is_no_template(judge, tokenizer) -> None:
         certify(tokenizer, end_ids={1})
 
 
-CHAT = [
-    {"role": "user", "content": "1+1?"},
-    {"role": "assistant", "content": "\n2 "},
-    {"role": "user", "content": "2+2?"},
-    {"role": "assistant", "content": "4½"},
-]
-
-
 @pytest.fixture(scope="module")
 def styled(tmp_path_factory):
     return {style: tokenizer_of(style, tmp_path_factory.mktemp(style)) for style in STYLES}
-
-
-def taught(tokenizer, row) -> str:
-    return tokenizer.decode([token for token, mask in zip(row["input_ids"], row["loss_mask"], strict=True) if mask])
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
@@ -141,50 +129,3 @@ def test_the_next_prompt_keeps_what_was_sampled_and_adds_what_the_template_write
     whole = tokenizer.decode(prompt_tokens(tokenizer, [conversation])[0])
     thought = "<think>\n\n</think>\n\n" if style == "qwen3" else ""  # which the template takes out of earlier turns
     assert tokenizer.decode(found) == whole.replace("Five", f"{thought}Five")
-
-
-@pytest.mark.parametrize(
-    ("style", "expected"),
-    [
-        ("qwen2.5", "\n2 <|im_end|>4½<|im_end|>"),
-        ("llama", "2<|eot_id|>4½<|eot_id|>"),
-        ("gemma", "2<end_of_turn>4½<end_of_turn>"),
-    ],
-)
-def test_a_demonstration_teaches_each_turn_and_the_token_that_ends_it(styled, style, expected) -> None:
-    tokenizer = styled[style]
-    row = demonstration(tokenizer, CHAT)
-    assert tokenizer.decode(row["input_ids"]) == tokenizer.apply_chat_template(CHAT, tokenize=False)
-    assert taught(tokenizer, row) == expected
-    (prompt,) = prompt_tokens(tokenizer, [CHAT[:3]])
-    assert row["input_ids"][: len(prompt)] == prompt and row["loss_mask"][len(prompt)] == 1
-
-
-def test_a_template_that_rewrites_earlier_turns_is_refused_by_name(styled) -> None:
-    tokenizer = styled["qwen3"]
-    told = "of .*qwen3.* must keep earlier turns as they are: got one that rewrites message 2 of 4. Mark .*generation"
-    with pytest.raises(ValueError, match=told):
-        demonstration(tokenizer, CHAT)
-    assert taught(tokenizer, demonstration(tokenizer, CHAT[2:])) == "4½<|im_end|>"
-
-
-@pytest.mark.parametrize(
-    ("template", "reason"), [("{{ raise_exception('no such role') }}", "no such role"), ("{{ 1 in 2 }}", ".*iterable")]
-)
-@pytest.mark.parametrize("marked", ["", "{% generation %}{% endgeneration %}"])
-def test_a_conversation_that_the_template_refuses_is_refused_with_what_to_do(
-    tokenizer, marked, template, reason
-) -> None:
-    tokenizer.chat_template = marked + template
-    with pytest.raises(ValueError, match=f"must take the conversations of the data: got {reason}. Change their roles"):
-        demonstration(tokenizer, CHAT)
-
-
-def test_a_template_that_marks_what_the_model_writes_is_believed(tokenizer) -> None:
-    marked = "{% generation %}" + TURN.partition("<|end|>")[0] + "<|end|>{% endgeneration %}"
-    tokenizer.chat_template = "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>" + (
-        marked.replace("<|{{ m.role }}|>", "") + "{% else %}" + TURN + "{% endif %}{% endfor %}"
-    )
-    row = demonstration(tokenizer, CHAT)
-    assert tokenizer.decode(row["input_ids"]).count("<|assistant|>") == 2
-    assert taught(tokenizer, row) == "\n2 <|end|>4½<|end|>"

@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import pytest
 
-from arealite.chat.template import demonstration
+from arealite.chat.demonstration import demonstrations
 from arealite.dataset import get_custom_dataset, prepare
 from arealite.dataset.loader import PromptLoader
 from arealite.utils.hf import load_hf_tokenizer
@@ -121,5 +121,5 @@ def test_a_row_is_made_as_if_it_were_alone(tmp_path: Path, tiny: Path, monkeypat
     asked, told = {"question": "?", "answer": "!"}, {"messages": chat}
     (alone,) = load(asked)
     assert sum(alone["loss_mask"]) == 2 and alone["input_ids"][-1] == tokenizer.eos_token_id
-    whole = demonstration(tokenizer, chat)
+    (whole,) = demonstrations(tokenizer, chat)
     assert load(asked, told, told, told, asked) == [alone, whole, whole, whole, alone]

@@ -76,7 +76,7 @@ def test_conversations_are_kept(tmp_path) -> None:
     assert row["messages"] == [{"role": "user", "content": "?"}]
     for wrong, told in (
         ([system, ask, reply], "prompt must end before the model's turn: got messages that ends with an assistant"),
-        ([{"from": "human", "value": "?"}], "messages must be a text or a list of messages with role and content"),
+        ([{"from": "human", "text": "?"}], "messages must be a text or a list of messages with role and content"),
         ([], "messages must be a text or a list"),
     ):
         path.write_text(json.dumps({"messages": wrong, "answer": "1"}))
@@ -152,7 +152,7 @@ def test_a_function_of_a_python_file(tokenizer) -> None:
         ("{file}:empty", "must have rows: got none"),
         ("{file}:nothing", "nothing must return a list of rows, or a Dataset: got NoneType"),
         ("{file}:generated", "generated must return a list of rows, or a Dataset: got generator"),
-        ("{file}:rows?size=2", "the column question: got prompt in row 0 .*Set train_dataset.prompt_key to"),
+        ("{file}:rows?size=2", "the column question: got text in row 0 .*Set train_dataset.prompt_key to"),
         ("no_file.py:rows", "dataset file must exist: got 'no_file.py'"),
     ],
 )
@@ -160,7 +160,7 @@ def test_functions_that_are_no_data_sets(tmp_path, path, told) -> None:
     file = tmp_path / "data.py"
     file.write_text(
         "number = 3\n"
-        "def rows(split, *, seed, size='1'):\n    return [{'prompt': split}] * int(size)\n"
+        "def rows(split, *, seed, size='1'):\n    return [{'text': split}] * int(size)\n"
         "def empty(split, *, seed):\n    return []\n"
         "def nothing(split, *, seed):\n    pass\n"
         "def generated(split, *, seed):\n    yield from rows(split, seed=seed)\n"

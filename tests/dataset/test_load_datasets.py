@@ -133,5 +133,5 @@ def test_a_template_that_refuses_the_conversation_is_told_before_the_run(
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}x"
     monkeypatch.setattr(tokenizer, "chat_template", template)
     write(tmp_path / "own.jsonl", 0, 40)
-    with pytest.raises(ValueError, match=r"got System role not supported\. Change .* train_dataset\.system_prompt"):
+    with pytest.raises(ValueError, match=r"^row 0 of .*: .* got System role not supported \(message 1 of 2\)\. Change"):
         load(f"train_dataset.path={tmp_path / 'own.jsonl'}", *COLUMNS, "train_dataset.system_prompt=Hi")

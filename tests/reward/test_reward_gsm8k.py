@@ -26,6 +26,8 @@ RIGHT = [
     *asked("18", "#### $18$", "#### \\$18", "#### \\(18\\)", "#### 1.8e1", "#### x = 18", "#### 3 * 6 = 18"),
     *asked("18", "#### 18 (6*3)", "#### => 18", "#### 18 (not 19)", "#### １８", "#### \\boxed{18}"),
     *asked("18", "So it is \\boxed{18}.", "So it is \\boxed{ 18 }", "\\boxed{\\text{The answer is } 18}"),
+    *asked("18", "\\fbox{18}", "\\boxed{3} no, \\fbox{18}", "\\boxed {18}"),
+    *asked("0.001", "\\boxed{1e-3}", "#### 1e-3"),
     *asked("18", "\\boxed{18\\text{ apples}}", "\\boxed{3} no, \\boxed{18}", "first #### 3, then #### 18"),
     *asked("18", "#### 3\n\\boxed{18}", "\\boxed{18}\n#### 19", "\\boxed{18}\n#### Step 2: check", "The answer is 18"),
     *asked("18", "The answer is 18.", "So the final answer is: **18**", "**Answer:** 18 apples", "**Answer**: $18"),

@@ -46,8 +46,8 @@ class DatasetConfig(ConfigBase):
     type: Literal["sft", "rl", "dpo", "rw"] = "rl"
     """Demonstrations, prompts, or pairs of answers (dpo and rw)."""
     prompt_key: str | None = None
-    """Column of the prompt: a text or a list of messages. None is `messages` where a row has it, else `question`; of
-    pairs `prompt`, where a row has it."""
+    """Column of the prompt: a text or a list of messages; `a.b` is a key of a nested column. None is the first of
+    `messages`, `conversations`, `question` and `prompt` that a row has; of pairs `prompt`, where a row has it."""
     answer_key: str | None = "answer"
     """Column that rewards get as `answer` and fine-tuning teaches; None: rewards need none."""
     image_key: str | None = None
