@@ -31,6 +31,7 @@ from arealite.api.cli_args import AgentConfig, GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import AgentError
 from arealite.api.workflow_api import RolloutWorkflow
+from arealite.chat.answer import MalformedKind
 from arealite.chat.demonstration import stopping
 from arealite.utils.background import DaemonThreads, gathered
 from arealite.utils.tensors import concat_padded_tensors
@@ -133,6 +134,7 @@ def rows_of(session: Session, reward: Any, sample: int, turn_discount: float) ->
         "orphans": counts["orphans"],
         "limited": session.limit is not None,
         "malformed_calls": run.counts["malformed_calls"],
+        **{name: run.counts[name] for kind in get_args(MalformedKind) for name in (f"malformed_calls_{kind}",)},
         **{f"branch_{reason}": run.branches[reason] for reason in get_args(Branch)},
     }
     return rows.update({f"agent/{name}": torch.full(rows.batch_size, float(n)) for name, n in metrics.items()})

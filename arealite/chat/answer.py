@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from transformers.utils.chat_parsing.response_parser import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
@@ -128,8 +128,16 @@ _PROBE_TOOL = {
 }
 
 
+MalformedKind = Literal["cut_off", "json", "arguments", "text"]
+"""What is wrong with a call: no end, no JSON, no name or arguments, or text that belongs to neither."""
+
+
 class MalformedCall(ValueError):
     """A call of a tool that can't be read; it stays text."""
+
+    def __init__(self, kind: MalformedKind, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class AnswerParser:
@@ -219,12 +227,15 @@ def call_ids(ids: Sequence[int], num_calls: int) -> list[str]:
 def _parsed(template: dict[str, Any], text: str, prefix: str, tools: list[Any] | None) -> dict[str, Any]:
     """Parse, and verify that everything between the ends of a call was understood."""
     parser = ResponseParser(template, prefix=prefix, tools=tools)
+    calls = load_response_template(template).fields.get("tool_calls")
     try:
         events = [*parser.initial_events, *parser.feed(text)]
         parsed, last = parser.finalize()
     except (ValueError, KeyError, RecursionError) as error:
-        raise MalformedCall(f"calls of tools must be such as the chat template shows: got {error}") from error
-    if (calls := load_response_template(template).fields.get("tool_calls")) is not None:
+        is_whole = calls is None or calls.close_re is None or calls.close_re.search(text)
+        kind: MalformedKind = "json" if is_whole else "cut_off"
+        raise MalformedCall(kind, f"calls of tools must be such as the chat template shows: got {error}") from error
+    if calls is not None:
         bodies: list[str] = []
         for event in (event for event in (*events, *last) if event["field"] == "tool_calls"):
             bodies += [""] if event["type"] == "region_open" else []
@@ -232,10 +243,10 @@ def _parsed(template: dict[str, Any], text: str, prefix: str, tools: list[Any] |
         if calls.content == "xml-inline":
             rests = [re.sub(calls.content_args["tag_pattern"], "", body, flags=re.DOTALL) for body in bodies]
             if rest := "".join(rests).strip():
-                raise MalformedCall(f"calls of tools must consist of their arguments: got also {rest!r}")
+                raise MalformedCall("text", f"calls of tools must consist of their arguments: got also {rest!r}")
         is_open = bool(last) and last[-1]["field"] == "tool_calls" and calls.close_re is not None
         if is_open and not any(match.end() == len(text) for match in calls.close_re.finditer(text)):
-            raise MalformedCall(f"calls of tools must be complete: got {bodies[-1]!r}")
+            raise MalformedCall("cut_off", f"calls of tools must be complete: got {bodies[-1]!r}")
     return dict(parsed)
 
 
@@ -246,11 +257,12 @@ def _checked(calls: list[Any]) -> list[Message]:
         function = call.get("function") if isinstance(call, dict) else None
         name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, dict) else ("", "")
         if not (isinstance(name, str) and name.strip() and isinstance(arguments, dict)):
-            raise MalformedCall(f"calls of tools must have a name and an object of arguments: got {function!r}")
+            message = f"calls of tools must have a name and an object of arguments: got {function!r}"
+            raise MalformedCall("arguments", message)
         try:  # Python reads more than clients do
             json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()
         except (ValueError, RecursionError) as error:
-            raise MalformedCall(f"calls of tools must be JSON: got {error}") from error
+            raise MalformedCall("json", f"calls of tools must be JSON: got {error}") from error
         own_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
         checked.append({**own_id, "type": "function", "function": {"name": name, "arguments": arguments}})
     return checked

@@ -133,6 +133,8 @@ class ChatText:
         try:
             return str(self.tokenizer.apply_chat_template(written, tokenize=False, **options))
         except REFUSALS as error:
+            if (wrapped := [*map(_with_objects, messages)]) != [*messages]:
+                return self.render(wrapped, tools, asks=asks)
             raise ValueError(
                 f"messages must be such as the chat template of the model takes: got {error}. Change their roles, "
                 "their order or their content."
@@ -255,9 +257,19 @@ class ChatText:
         if self._takes_objects or not message.get("tool_calls"):
             return message
         calls = copy.deepcopy(message["tool_calls"])
-        for function in (call["function"] for call in calls):
+        for function in (call["function"] for call in calls if not isinstance(call["function"]["arguments"], str)):
             function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
         return {**message, "tool_calls": calls}
+
+
+def _with_objects(message: Message) -> Message:
+    """Return a message whose calls have objects as arguments; an agent may send back what is no JSON."""
+    if not message.get("tool_calls"):
+        return message
+    calls = copy.deepcopy(message["tool_calls"])
+    for function in (call["function"] for call in calls if isinstance(call["function"]["arguments"], str)):
+        function["arguments"] = {"arguments": function["arguments"]}
+    return {**message, "tool_calls": calls}
 
 
 def common_prefix(text_a: str, text_b: str) -> str:

@@ -3,7 +3,7 @@ r"""GSM8K: 1.0 when the final answer is the right number, else 0.0.
 The final answer is the content of the last `\boxed{}` or `\fbox{}`, else the line after the last `####` or "the answer
 is", unless it is a Markdown heading (`#### Step 1`, `#### 1. Add`, `#### Total`). In it, the value after the last `=`
 counts, else the first number. An unfinished expression (`6*3`, `10^2`), a malformed number (`1.2.3`), a time (`12:30`),
-several numbers (`18 or 19`) and a comparison before it (`not 18`, `< 18`, `Step 2`) are no answers. Numbers are compared
+several numbers (`18 or 19`), a comparison before it (`not 18`, `< 18`, `Step 2`) are no answers. Numbers are compared
 exactly, as fractions; any text is accepted, in linear time.
 """
 

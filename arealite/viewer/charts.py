@@ -61,10 +61,19 @@ def charts(rows: Sequence[Row], *, staleness_bound: int | None) -> list[Chart]:
             exponentformat="e",  # Plotly writes 8e-14 as 80f
         ),
         chart("Clipped tokens", _line(rows, "policy/clip_ratio", "--orange"), tickformat=".2~%"),
+        chart("Malformed calls", _malformed(rows), unit="calls per run"),
         chart("Entropy", _line(rows, "policy/entropy", "--purple"), unit="nats per token"),
         chart("Gradient norm", _line(rows, "optim/grad_norm", "--blue")),
     ]
     return [one for one in candidates if one["traces"]]
+
+
+def _malformed(rows: Sequence[Row]) -> list[Trace]:
+    """Draw the calls of tools that could not be read, once there were some, and their kinds."""
+    names = sorted({name for row in rows for name in row if "/malformed_calls" in name and row[name]})
+    colours = itertools.cycle(("--red", "--orange", "--purple", "--teal", "--blue"))
+    kinds = [name.rpartition("malformed_calls")[2].lstrip("_") or "all" for name in names]
+    return [one for name, kind, colour in zip(names, kinds, colours) for one in _line(rows, name, colour, kind)]
 
 
 def evaluation_charts(row: Row, solved: Sequence[int]) -> list[Chart]:

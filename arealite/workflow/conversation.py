@@ -47,7 +47,7 @@ class ChatModel:
     ) -> tuple[str, Message]:
         """Return what was sampled as text, and as a message.
 
-        A call of a tool that can't be read stays text, and is counted as `malformed_calls`.
+        A call of a tool that can't be read stays text, and is counted as `malformed_calls`, also by kind.
         """
         num_text = response.output_len - (self.end_of(response) is not None)
         raw_text = self.chat.decode(response.input_tokens, response.output_tokens[:num_text])
@@ -56,8 +56,8 @@ class ChatModel:
             try:
                 message = self.parser.parse(shown, prompt_text=prompt_text, tools=readable)
                 break
-            except MalformedCall:
-                counts["malformed_calls"] += 1
+            except MalformedCall as error:
+                counts.update(("malformed_calls", f"malformed_calls_{error.kind}"))
                 message = {"role": "assistant", "content": shown}
         calls = message.get("tool_calls", [])
         ids = call_ids([*response.input_tokens, *response.output_tokens], len(calls))

@@ -1,6 +1,7 @@
 """Prompts that keep what was sampled, on the chat templates that models ship."""
 
 import functools
+import json
 
 import pytest
 from testing_agents import LOOK_UP, Talk, result, user
@@ -10,6 +11,7 @@ from testing_row_audit import audit_turns, unpadded
 
 from arealite.agent.bridge import Bridge
 from arealite.agent.turns import Run, Turn
+from arealite.agent.wire.base import tool_call
 from arealite.api.io_struct import ModelResponse
 
 MODES = [(family, thinking) for family in FAMILIES for thinking in (False, True)]
@@ -209,6 +211,16 @@ def test_calls_that_cannot_be_read_stay_text_and_are_counted(talk) -> None:
     broken = '<tool_call>\n{"name":"look_up","arguments":{"word"\n</tool_call>'
     turn = talk.ask([user("Cat?")], broken, tools=[LOOK_UP])
     assert turn.message == {"role": "assistant", "content": broken}
-    assert talk.run.counts["malformed_calls"] == 1
+    assert talk.run.counts["malformed_calls"] == talk.run.counts["malformed_calls_json"] == 1
     assert talk.ask([*turn.conversation, user("Again.")], "No.", tools=[LOOK_UP]).parent is turn
     assert "tool_calls" not in talk.ask([user("Text?")], broken.replace('"word"', "}}")).message, "there are no tools"
+
+
+@pytest.mark.parametrize(("family", "enable_thinking"), marked(CALLING))
+def test_a_malformed_call_that_an_agent_sends_back_is_shown_to_the_model(tokenizers, family, enable_thinking) -> None:
+    talk = Talk(tokenizers(family), enable_thinking=enable_thinking)
+    for arguments in ('{"word": "cat"', '{"word": "two\nlines"}', '{"word": "say "hi""}', "cat"):
+        called = {"role": "assistant", "content": "", "tool_calls": [tool_call("call00000", "look_up", arguments)]}
+        prompt = talk.bridge.prompt(Run(), [user("Cat?"), called, result("No JSON.", called)], [LOOK_UP])
+        written = arguments, repr(arguments)[1:-1], json.dumps(arguments)[1:-1], json.dumps(json.dumps(arguments))[2:-2]
+        assert any(form in prompt.text for form in written) and "No JSON." in prompt.text

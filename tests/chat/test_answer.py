@@ -112,6 +112,26 @@ def test_what_the_parser_would_take_for_whole(family, text, told) -> None:
         read(family, text)
 
 
+QWEN = '<tool_call>{"name": "f", "arguments": {"a": %s}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        (QWEN % '"one\ntwo"', "json"),
+        (QWEN % '"say "hi" now"', "json"),
+        (QWEN % '"one"}', "json"),
+        ((QWEN % '"one').partition("</tool_call>")[0], "cut_off"),
+        (QWEN.partition("</tool_call>")[0] % '"one"', "cut_off"),
+        ('<tool_call>{"arguments": {}}</tool_call>', "arguments"),
+    ],
+)
+def test_a_malformed_call_says_of_which_kind_it_is(text: str, kind: str) -> None:
+    with pytest.raises(MalformedCall) as told:
+        read("Qwen2.5", text)
+    assert told.value.kind == kind
+
+
 def test_arguments_have_the_types_of_the_schema() -> None:
     (call,) = read("Qwen3.5", XML % (WORD % "75001" + PAGES % "75001"))["tool_calls"]
     assert call["function"]["arguments"] == {"word": "75001", "pages": 75001}

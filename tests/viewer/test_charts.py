@@ -86,3 +86,11 @@ def test_servers_are_drawn_once_a_run_has_some() -> None:
     (chart,) = charts(rows, staleness_bound=None)
     assert chart["title"] == "Servers"
     assert {one["name"]: one["y"] for one in chart["traces"]} == {"live": [1, 2], "joined": [0, 2], "left": [0, 0]}
+
+
+def test_malformed_calls_are_drawn_by_kind_once_there_are_some() -> None:
+    rows = [{"step": step, "agent/malformed_calls": 0.0, "agent/malformed_calls_json": 0.0} for step in range(3)]
+    assert "Malformed calls" not in [one["title"] for one in charts(rows, staleness_bound=None)]
+    rows[2] |= {"agent/malformed_calls": 0.5, "agent/malformed_calls_json": 0.5, "agent/malformed_calls_text": 0.0}
+    (found,) = (one for one in charts(rows, staleness_bound=None) if one["title"] == "Malformed calls")
+    assert [(trace["name"], trace["y"]) for trace in found["traces"]] == [("all", [0, 0, 0.5]), ("json", [0, 0, 0.5])]
