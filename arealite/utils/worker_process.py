@@ -18,6 +18,7 @@ import math
 import multiprocessing.spawn
 import os
 import pickle
+import re
 import select
 import signal
 import socket
@@ -97,11 +98,15 @@ def pickle_target(
     except Exception as error:
         advice = "Let it use data and functions only" if is_interactive else "Define it at module level"
         raise ValueError(
-            f"{what} must be importable, because it runs in another process: got {name} ({error}). "
+            f"{what} must be importable, because it runs in another process: got {name} ({_without_addresses(error)}). "
             f"{advice}, or make it an `async def`."
         ) from error
-    keys = _PREPARATION + _MAIN if b"__main__" in pickled else _PREPARATION
+    keys = _PREPARATION + _MAIN if b"_main__" in pickled else _PREPARATION  # `__mp_main__`, too
     return pickle.dumps(({key: data[key] for key in keys if key in data}, pickled))
+
+
+def _without_addresses(error: Exception) -> str:
+    return re.sub(" at 0x[0-9a-f]+", "", str(error))
 
 
 def _is_of_main(function: Callable[..., Any]) -> bool:

@@ -114,6 +114,7 @@ OF_CONFIG = [
     Mistake("fileroot is a file", ("cluster.fileroot=rows.jsonl",)),
     Mistake("fileroot can't be made", ("cluster.fileroot=/proc/runs",)),
 ]
+_REWARD = ("reward=rewards.py:score", "total_train_steps=1", "rollout.episode_retries=0")
 OF_DATA_AND_MODEL = [
     Mistake("model of the hub without network", ("actor.path=some/model",), is_offline=False),
     Mistake("model of the hub, not downloaded", ("actor.path=some/model",)),
@@ -130,6 +131,24 @@ OF_DATA_AND_MODEL = [
     Mistake("wandb is not installed", ("stats_logger.wandb.mode=online",)),
     Mistake("reward with a typo", script=reward("return data"), has_place=True),
     Mistake("reward returns nothing", script=reward("pass"), has_place=True, is_forked=True),
+    Mistake(
+        "reward returns nothing for the second row",
+        script=reward("return None if '4' in answer else 1.0"),
+        folder=rows(GOOD, row(question="2 + 2?", answer="4"), *[GOOD] * 6),
+        has_place=True,
+        is_forked=True,
+    ),
+    Mistake("reward exits", _REWARD, folder=light_reward("import os; os._exit(3)"), has_place=True, is_forked=True),
+    Mistake(
+        "reward hangs",
+        (*_REWARD, "rollout.reward_timeout=1"),
+        folder=light_reward("import time; time.sleep(99)"),
+        has_place=True,
+        is_forked=True,
+    ),
+    Mistake(
+        "lambda as reward", script=changed(_REWARDS, "rewards = lambda **call: 1.0"), has_place=True, is_forked=True
+    ),
     Mistake("reward is not a number", script=reward("return float('nan')"), has_place=True, is_forked=True),
     Mistake("reward returns text", script=reward("return 'good'"), has_place=True, is_forked=True),
     Mistake("reward returns a list", script=reward("return [1.0]"), has_place=True, is_forked=True),
@@ -142,16 +161,11 @@ OF_DATA_AND_MODEL = [
     Mistake("missing import", script=lambda script: f"import not_installed\n{script}", has_place=True),
     Mistake("no main guard", script=changed(_GUARD, "main(sys.argv[1:])"), has_place=True),
 ]
-_REWARD = ("reward=rewards.py:score", "total_train_steps=1", "rollout.episode_retries=0")
 _LATE = ("launcher.preflight=false", "total_train_steps=1")
 OF_RUNS = [
     Mistake("typo in the reward, in training", _LATE, reward("return data"), status=1, has_place=True),
     Mistake("typo in the reward, in a short evaluation", ("launcher.preflight=false", "evaluator.freq_steps=1"),
             reward("return data"), status=1, has_place=True),
-    Mistake("reward exits", _REWARD, folder=light_reward("import os; os._exit(3)"), status=1, has_place=True),
-    Mistake("reward hangs", (*_REWARD, "rollout.reward_timeout=1"), folder=light_reward("import time; time.sleep(99)"),
-            status=1, has_place=True),
-    Mistake("lambda as reward", _LATE[1:], changed(_REWARDS, "rewards = lambda **call: 1.0"), status=1),
     Mistake("no main guard, unchecked", _LATE,
             lambda script: changed(_GUARD, "main(sys.argv[1:])")(reward("return 1.0")(script)),
             status=1, has_place=True),

@@ -6,6 +6,7 @@ server program makes of its flags, and whether weights are whole, the run itself
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import datasets
 from huggingface_hub.utils import logging as hub_logging
@@ -41,11 +42,11 @@ def check(entry: str, argv: Sequence[str], *, preflight: Node | bool = False) ->
     findings.look("outputs", check_outputs, config)
     model = findings.look("model", check_model, config)
     if model is not None:
-        longest, row = 0, None
+        longest, rows = 0, list[dict[str, Any]]()
         if (tokenizer := findings.look("tokenizer", check_tokenizer, config, model)) is not None:
             findings.look("template", check_template, config, model, tokenizer)
-            longest, row = findings.look("data", check_data, config, model, tokenizer, names) or (0, None)
-            findings.look("reward", check_reward, config, script, calls, row, tokenizer)
+            longest, rows = findings.look("data", check_data, config, model, tokenizer, names) or (0, [])
+            findings.look("reward", check_reward, config, script, calls, rows, tokenizer)
         if preflight is not True:
             findings.look("memory", check_memory, config, model, longest, preflight or this_node())
     return 1 if findings.summarize() else 0

@@ -29,6 +29,7 @@ from arealite.utils.hf import load_hf_tokenizer, load_image_processor
 from arealite.utils.images import sees_images
 
 _MAX_ROWS = 256  # read of a data set
+_NUM_SHOWN = 3  # to a reward function
 
 
 def check_model(findings: Findings, config: Config) -> PreTrainedModel:
@@ -125,23 +126,23 @@ def _end_ids(config: Config, model: PreTrainedModel, tokenizer: Any) -> set[int]
 
 def check_data(
     findings: Findings, config: Config, model: PreTrainedModel, tokenizer: Any, calls: set[str]
-) -> tuple[int, dict[str, Any] | None]:
-    """Read the first rows as the script will; return the longest prompt or demonstration in tokens, and the first."""
+) -> tuple[int, list[dict[str, Any]]]:
+    """Read the first rows as the script will; return the longest prompt or demonstration in tokens, and some."""
     if not calls & {"load_datasets", "get_custom_dataset", "Master"}:
         findings.add("ok", "not checked: the script has data of its own")
-        return 0, None
+        return 0, []
     config = copy.deepcopy(config)
     blocks = {"train_dataset": config.train_dataset, "valid_dataset": config.valid_dataset}
     for block in filter(None, blocks.values()):
         block.max_rows = min(block.max_rows or sys.maxsize, max(_MAX_ROWS, block.batch_size))
-    longest, row = 0, None
+    longest, some = 0, list[dict[str, Any]]()
     processor = load_image_processor(config.tokenizer_path) if sees_images(model.config) else None
     for (key, data), rows in zip(blocks.items(), load_datasets(config, tokenizer, processor), strict=True):
         if data is None or not rows:
             continue
         sequences = [one for row in rows for one in row.get("pair", [row])]
         lengths = [_num_tokens(one, tokenizer, processor) for one in sequences]
-        longest, row = max(longest, *lengths), row or rows[0]
+        longest, some = max(longest, *lengths), some or [rows[at] for at in range(min(_NUM_SHOWN, len(rows)))]
         if key == "train_dataset" and "PromptLoader" in calls:
             PromptLoader(rows, data.batch_size)  # refuses a batch that is larger
         what = {"rl": "prompts", "sft": "demonstrations"}.get(data.type, "pairs")
@@ -156,7 +157,7 @@ def check_data(
             f"{'it does not fit' if is_hopeless else 'completions are cut before gconfig.max_new_tokens'}",
             "Set train_dataset.max_length, lower gconfig.max_new_tokens or raise the server's context.",
         )
-    return longest, row
+    return longest, some
 
 
 def context_of(config: Config, model: PreTrainedModel) -> float:

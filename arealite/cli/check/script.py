@@ -1,29 +1,30 @@
-"""Checks of the script: its declaration, the reward on the first row, and the outputs."""
+"""Checks of the script: its declaration, the reward on the first rows, and the outputs."""
 
 import ast
 import asyncio
+import builtins
 import functools
 import inspect
 import os
 import runpy
-import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 from arealite.api.cli_args import BaseExperimentConfig as Config
 from arealite.api.config.run import declared_check, last_name
-from arealite.api.errors import ConfigError, require
+from arealite.api.errors import ConfigError, RewardError, require
 from arealite.api.run_folder import RunFolder
-from arealite.api.script import line_of, lines_of_error, running, users_line
+from arealite.api.script import line_of, running
 from arealite.chat.template import prompt_tokens
 from arealite.cli.check.findings import Findings
 from arealite.reward.functions import check_signature, load_rewards
-from arealite.reward.runner import checked
+from arealite.reward.runner import RewardRunner
 from arealite.trainer.stats_logger import check_packages
 from arealite.workflow.rlvr import reward_columns
-
-_CALL_S = 10.0  # for one call of a reward function
 
 
 def check_declared(findings: Findings, argv: Sequence[str], script: Path) -> object:
@@ -60,10 +61,10 @@ def check_reward(
     config: Config,
     script: Path,
     calls: Sequence[ast.Call],
-    row: dict[str, Any] | None,
+    rows: Sequence[dict[str, Any]],
     tokenizer: Any,
 ) -> None:
-    """Call the reward functions that the config names, or the one that the script does, with the first row's answer."""
+    """Call the reward functions that the config names, or the script's, on rows' own answers in their real workers."""
     names = {last_name(call.func) for call in calls}
     # A name that the script assigns to a function stands for it.
     nodes = ast.walk(ast.parse(script.read_bytes()))
@@ -74,57 +75,71 @@ def check_reward(
         if last_name(call.func) in ("RLVRWorkflow", "VisionRLVRWorkflow")
         for argument in [*call.args[:1], *(one.value for one in call.keywords if one.arg == "reward_fn")]
     ]
-    if row is None or "messages" not in row or not given:
+    if not rows or "messages" not in rows[0] or not given:
         return findings.add("ok", "not called: the script has a workflow or data of its own")
     with running(script):
         # Imported as the reward's process imports it: a script without a main guard runs, and is refused.
-        top_level = runpy.run_path(str(script), run_name="__mp_main__")
+        main = ModuleType("__mp_main__")
+        main.__dict__.update(runpy.run_path(str(script), run_name=main.__name__), __file__=str(script), __spec__=None)
         if "load_rewards" in names and (named := getattr(config, "reward", None)):
             functions = [*load_rewards(named)]
         else:
-            functions = [top_level[one.id] for one in given if isinstance(one, ast.Name) and one.id in top_level]
-        prompt_ids, answer = prompt_tokens(tokenizer, [row["messages"]])[0], str(row.get("answer", ""))
-        call = {
-            **reward_columns(row),
-            "prompt": tokenizer.decode(prompt_ids),
-            "completions": answer,
-            "prompt_ids": prompt_ids,
-            "completion_ids": tokenizer(answer, add_special_tokens=False)["input_ids"],
-        }
-        for function in dict.fromkeys(functions):
-            _call(findings, function, call)
+            functions = [_value(one, main) for one in given if isinstance(one, ast.Name | ast.Lambda)]
+        calls_of_rows = [_call(row, tokenizer) for row in rows]
+        timeout_s = config.rollout.reward_timeout if config.rollout is not None else RewardRunner.TIMEOUT_S
+        with mock.patch.dict(sys.modules, {"__main__": main, main.__name__: main}):  # so that workers find it
+            for function in dict.fromkeys(filter(None, functions)):
+                _try(findings, function, calls_of_rows, timeout_s)
 
 
-def _call(findings: Findings, function: Any, call: dict[str, Any]) -> None:
+def _value(node: ast.expr, main: ModuleType) -> Any:
+    """Return what a name or a lambda of the script is; None for a name that it has not got at module level."""
+    if isinstance(node, ast.Name):
+        return getattr(main, node.id, None)
+    return eval(compile(ast.Expression(node), str(main.__file__), "eval"), main.__dict__)
+
+
+def _call(row: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """Return the keywords of a reward function for a row's own answer."""
+    prompt_ids, answer = prompt_tokens(tokenizer, [row["messages"]])[0], str(row.get("answer", ""))
+    return {
+        **reward_columns(row),
+        "prompt": tokenizer.decode(prompt_ids),
+        "completions": answer,
+        "prompt_ids": prompt_ids,
+        "completion_ids": tokenizer(answer, add_special_tokens=False)["input_ids"],
+    }
+
+
+def _try(findings: Findings, function: Any, calls: Sequence[dict[str, Any]], timeout_s: float) -> None:
     code = getattr(inspect.unwrap(function), "__code__", None)
     name = f"reward function {function.__name__} at {line_of(code, None)}" if code else f"reward function {function}"
     check_signature(function)
     try:
-        inspect.signature(function).bind(**call)
+        inspect.signature(function).bind(**calls[0])
     except TypeError as error:
-        problem = f"{name} must take {', '.join(sorted(call))} as keywords: {error}"
+        problem = f"{name} must take {', '.join(sorted(calls[0]))} as keywords: {error}"
         return findings.add("problem", problem, "Name those it needs, and add **kwargs for the others.")
-    signal.signal(signal.SIGALRM, _raise_timeout)
-    signal.setitimer(signal.ITIMER_REAL, _CALL_S)
+    runner = RewardRunner(function, timeout_s, len(calls))
     try:
-        value = function(**call)
-        kind, result = checked(asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value)
-    except Exception as error:
-        # A service that the reward calls may start later.
-        is_bug = type(error).__module__ == "builtins" and not isinstance(error, OSError)
-        place = users_line(lines_of_error(error))
-        problem = f"{name} must not raise: got {type(error).__name__}: {error}{', at ' if place else ''}{place or ''}"
-        return findings.add("problem" if is_bug else "warning", problem)
+        results = asyncio.run(_results(runner, calls))
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-    if kind != "ok":
-        return findings.add("problem", f"{name}: {result}")
-    findings.add("ok", f"{name} gives the first row's own answer {result:g}")
+        runner.close()
+    for number, failure in enumerate(results, start=1):
+        if not isinstance(failure, BaseException):
+            continue
+        if not isinstance(failure, RewardError):
+            raise failure
+        told = str(failure).partition("\n")[0].removeprefix(f"reward function {runner.name} ")
+        name += f", called for row {number}" if number > 1 else ""
+        if failure.kind == "exception":
+            told += f"{', at ' if failure.place else ''}{failure.place}"
+            kind = getattr(builtins, told.partition("got ")[2].partition(":")[0], None)
+            is_bug = isinstance(kind, type) and not issubclass(kind, OSError)  # a service may start later
+            return findings.add("problem" if is_bug else "warning", f"{name} {told}")
+        return findings.add("problem", f"{name}{':' if failure.kind == 'contract' else ''} {told}")
+    findings.add("ok", f"{name} gives the first rows' own answers {', '.join(f'{result:g}' for result in results)}")
 
 
-async def _awaited(value: Any) -> Any:
-    return await value
-
-
-def _raise_timeout(number: int, frame: object) -> None:
-    raise TimeoutError(f"no result within {_CALL_S:g} s")
+async def _results(runner: RewardRunner, calls: Sequence[dict[str, Any]]) -> list[Any]:
+    return await asyncio.gather(*(runner(**call) for call in calls), return_exceptions=True)
