@@ -14,12 +14,14 @@ import shutil
 import subprocess
 import sys
 import uuid
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
 
+from arealite.api import collapse
 from arealite.api.cli_args import BaseExperimentConfig, StatsLoggerConfig, masked, to_yaml
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import FinetuneSpec
@@ -125,6 +127,9 @@ class _Writer:
         self._sinks = open_sinks(config, folder=run.path, resolved=resolved, start_step=start_step)
         self._rows = run.metrics.open("a", encoding="utf-8")
         self._null_keys: set[str] = set()
+        self._first: list[dict[str, float]] = []  # steps since the start of this process
+        self._last: deque[dict[str, float]] = deque(maxlen=collapse.NUM_STEPS)
+        self._has_warned = False
         self._traced_until: int | None = None
         if experiment is not None and experiment.num_traced_steps:
             self._traced_until = start_step + experiment.num_traced_steps
@@ -149,14 +154,28 @@ class _Writer:
             self._rows.flush()
         self._silent_s += metrics["time/step_s"]
         is_due = step % self._line_freq_steps == 0 or self._silent_s >= _SILENT_S
-        if is_due or "eval/version" in metrics or "eval/loss" in metrics:
+        warning = self._warning(metrics)
+        if is_due or warning or "eval/version" in metrics or "eval/loss" in metrics:
             print(self._line.render(step, metrics), flush=True)
             self._silent_s = 0.0
+        if warning:
+            print(f"step {step} WARNING: {warning}", flush=True)
         if step == self._traced_until:  # every rank has written the previous step
             trace.join(self._run.trace)
             atexit.unregister(trace.join)
         for sink in self._sinks:
             sink.write(step, finite)
+
+    def _warning(self, metrics: dict[str, float]) -> str | None:
+        """Return a warning if the run goes wrong, once."""
+        if self._has_warned or "reward/mean" not in metrics:
+            return None
+        self._last.append(metrics)
+        if len(self._first) < collapse.NUM_STEPS:
+            self._first.append(metrics)
+        warning = collapse.warning_of(self._first, list(self._last))
+        self._has_warned = warning is not None
+        return warning
 
     def close(self, summary: Mapping[str, Any]) -> Path:
         self._rows.close()

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from arealite.api.cli_args import SFTConfig, masked
+from arealite.api.collapse import first_warning
 from arealite.api.config.experiment import EXPERIMENTS
 from arealite.api.run_folder import RunFolder
 from arealite.api.run_metrics import score, summarize
@@ -70,6 +71,8 @@ def describe(run: RunFolder, rows: list[dict[str, Any]]) -> dict[str, Any]:
             shown = evaluation_charts(rows[-1], stored.get("solved") or [])
     if (state := state_of(run)) != "finished" and not run.summary.exists():
         lead = f"{lead} ({state}: {summary['steps']} steps so far)".strip()
+    if warning := first_warning(rows):
+        lead += f"; step {warning[0]}: {warning[1]}"
     if run.trace.exists():
         lead += "; ui.perfetto.dev shows what its processes did, from trace.json.gz"
     return {

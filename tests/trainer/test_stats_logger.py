@@ -125,6 +125,19 @@ def test_every_nth_step_and_every_evaluation_has_a_line(tmp_path: Path, capsys: 
     assert [row["step"] for row in read(tmp_path)] == list(range(6))
 
 
+def test_a_run_that_goes_wrong_is_told_once_below_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (config := stats_config(tmp_path)).line_freq_steps = 100
+    stats = StatsLogger(config, FT_SPEC)
+    for step in range(6):
+        stats.add({"reward/mean": 0.5, "policy/mismatch_kl": 1e-3 if step < 2 else 2600.0})
+        stats.commit(step)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("/")[0].split()[1] for line in lines] == ["0", "3", "3"]
+    assert lines[2].startswith(
+        "step 3 WARNING: the policy has left what samples it (mismatch_kl 2.6e+03). Lower actor."
+    )
+
+
 def test_slow_steps_have_a_line_each_half_minute(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
