@@ -14,7 +14,7 @@ PIP          = $(VENV)/bin/python -m pip install --no-compile --disable-pip-vers
 # Bytecode is kept, also where the environment forbids it: a run of the tests imports the package a hundred times.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-examples test-install test-benchmarks test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-simulate test-parallel test-hostile test-agents test-options test-sandbox test-view pictures test-mistakes test-core test-core-faults test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime benchmark-burst benchmark-scale benchmark-core benchmark-agents benchmark-algorithms benchmark-data benchmark-logprobs benchmark-async benchmark-step benchmark-original benchmark-packing benchmark-parallel benchmark-weights benchmark-memory benchmark-gpu simulate-validate lint format docs clean
+.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-examples test-install test-benchmarks test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-simulate test-parallel test-hostile test-agents test-options test-sandbox test-view pictures test-mistakes test-core test-core-faults test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime benchmark-burst benchmark-scale benchmark-core benchmark-agents benchmark-algorithms benchmark-data benchmark-logprobs benchmark-async benchmark-step benchmark-original benchmark-packing benchmark-busy benchmark-parallel benchmark-weights benchmark-memory benchmark-gpu simulate-validate lint format docs clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -201,6 +201,9 @@ benchmark-original: $(VENV)/.installed            ## compare our rollout runtime
 
 benchmark-packing: $(VENV)/.installed            ## measure the positions left unused by packing and distributing rows (half a minute)
 	$(VENV)/bin/python benchmarks/packing.py $(ARGS)
+
+benchmark-busy: $(VENV)/.installed            ## measure a step beside busy programs, and as OpenMP waits by itself (10 minutes)
+	$(VENV)/bin/python benchmarks/busy.py $(ARGS)
 
 benchmark-parallel: $(VENV)/.installed            ## measure what dividing a model over 4 ranks costs: tokens/s, collectives, padding (20 minutes)
 	$(VENV)/bin/python benchmarks/parallel.py $(ARGS)

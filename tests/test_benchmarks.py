@@ -194,6 +194,12 @@ def test_parts_of_the_original_are_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_busy_machine_is_measured(tmp_path: Path) -> None:
+    found = measured(tmp_path / "found.jsonl", "busy.py", "--rounds", "1", "--steps", "3")
+    assert len(found) == 6 and all(row["step_s"] > 0 for row in found)
+    assert [row["ratio"] for row in found if row["load_of_others"] == "quiet"] == [1.0, 1.0]
+
+
 def test_packing_is_measured(tmp_path: Path) -> None:
     found = measured(tmp_path / "found.jsonl", "packing.py", "--rows", "256", "--rounds", "2")
     lognormal, half, *deals = found

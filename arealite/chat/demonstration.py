@@ -31,7 +31,7 @@ def turn_ends(tokenizer: Any) -> list[int]:
 
     They may be the first token of the next message. Empty without a template, or if it ends answers with none.
     """
-    if tokenizer.chat_template is None:
+    if getattr(tokenizer, "chat_template", None) is None:  # a plan has no tokenizer
         return []
     try:
         own = _own_end(tokenizer, tokenizer.chat_template)

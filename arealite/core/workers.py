@@ -113,7 +113,7 @@ class Workers:
             cpus=launcher.trainer_cpus_per_gpu if is_cluster else 0,
             memory=launcher.trainer_mem_per_gpu << 20,
             num_threads=num_threads,
-            env=self._env | {"OMP_NUM_THREADS": str(num_threads)},
+            env=self._env | {"OMP_NUM_THREADS": str(num_threads), "OMP_PROC_BIND": "false"},  # groups share cores
             log_folder=RunFolder(self._config).logs,
             call_timeout_s=self._limits.call_timeout,
             max_restarts=self._limits.restarts,

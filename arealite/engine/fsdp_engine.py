@@ -39,7 +39,7 @@ from arealite.engine.parallel.layers import check_sizes, with_experts
 from arealite.engine.parallel.mesh import Mesh
 from arealite.engine.parallel.pipeline import Pipeline
 from arealite.engine.parallel.shards import clip_gradients, copy_from_rank0, shard, sum_gradients
-from arealite.utils import distributed, heartbeat, tensors, trace
+from arealite.utils import cores, distributed, heartbeat, tensors, trace
 from arealite.utils.images import sees_images
 from arealite.utils.seeding import seed_everything
 from arealite.utils.tensors import MicroBatch
@@ -98,6 +98,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         if addr is not None:
             raise ValueError(f"addr must be None for an engine whose ranks torchrun starts: got {addr!r}. Pass None.")
         setup_logging()  # every script of a rank initializes an engine before anything that logs
+        self._cores = cores.of_this_rank()
         distributed.join_default_group(COLLECTIVE_TIMEOUT_S)
         self._group: dist.ProcessGroup | None = dist.new_group(timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
         try:
@@ -243,7 +244,8 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         is_sound = total_weight > 0 and math.isfinite(grad_norm) and math.isfinite(mean_loss)
         if is_sound:
             self._begin_change()
-            self.optimizer.step()
+            with self._cores.taken():
+                self.optimizer.step()
         else:
             message = "optimizer step skipped: loss %s, gradient norm %s, loss weight %s"
             logger.warning(message, mean_loss, grad_norm, total_weight)
@@ -315,8 +317,17 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
 
         Where gradients are enabled, `finish` returns a loss, and the backward pass of it times `scale` follows.
         """
+        with self._cores.taken():
+            return self._run_all(micro_batches, finish, weights or [0.0] * len(micro_batches), scale)
+
+    def _run_all(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        finish: Callable[[torch.Tensor, TensorDict, int, float], torch.Tensor],
+        weights: Sequence[float],
+        scale: float,
+    ) -> list[torch.Tensor]:
         is_training, results = torch.is_grad_enabled(), []
-        weights = weights or [0.0] * len(micro_batches)
         if self._pipeline is not None:
             columns = [tensors.on_device(one.packed, self.device) for one in micro_batches]
             length = max(1, *(one.num_tokens for one in micro_batches))

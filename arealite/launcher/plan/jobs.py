@@ -21,6 +21,7 @@ from arealite.inference.backends.program import ServerProgram
 from arealite.launcher.place.base import Job
 from arealite.launcher.plan.layout import foreign_servers
 from arealite.launcher.plan.plan import Placement, Plan, Run
+from arealite.utils.cores import patience
 from arealite.utils.network import LOOPBACK
 from arealite.utils.processes import RESTART_VARIABLE
 
@@ -37,7 +38,7 @@ def server_job(config: BaseExperimentConfig, placement: Placement, host: str, gp
         config.launcher.inference_server_env_vars,
         python=command[0],
         CUDA_VISIBLE_DEVICES=",".join(gpus),
-        **({"OMP_NUM_THREADS": str(config.lite.threads)} if kind.is_embedded else {}),
+        **({"OMP_NUM_THREADS": str(config.lite.threads)} | patience() if kind.is_embedded else {}),
         **(kind.sleep_env if config.rollout is not None and config.rollout.servers_sleep else {}),
     )
     return Job(placement.name, [*serve, "--", *command], env)
@@ -48,10 +49,13 @@ def trainer_job(
 ) -> Job:
     """Describe a rank of the trainer, with the variables that torchrun sets; `master` is where rank 0 listens."""
     beside, nodes = run.plan.ranks_on(placement.node), run.plan.trainer_nodes
+    threads = trainer_threads(run.config, run.plan, num_ranks=run.plan.num_workers or len(beside))
+    if run.config.launcher.trainer_threads is None:
+        threads = int(os.environ.get("OMP_NUM_THREADS") or threads)
     env = environment(
         run.config.launcher.trainer_env_vars,
         CUDA_VISIBLE_DEVICES=",".join(gpus),
-        OMP_NUM_THREADS=str(trainer_threads(run.config, run.plan, num_ranks=run.plan.num_workers or len(beside))),
+        OMP_NUM_THREADS=str(threads),
         RANK=str(placement.index),
         WORLD_SIZE=str(len(run.plan.trainers)),
         LOCAL_RANK=str(beside.index(placement)),
@@ -60,6 +64,7 @@ def trainer_job(
         GROUP_WORLD_SIZE=str(len(nodes)),
         MASTER_ADDR=master[0],
         MASTER_PORT=str(master[1]),
+        **patience(),
         **{RESTART_VARIABLE: str(int(is_restart)), TRACEBACK_VARIABLE: os.environ.get(TRACEBACK_VARIABLE, "log")},
     )
     return Job(placement.name, [sys.executable, str(run.entry), *run.argv], env)
