@@ -1,6 +1,6 @@
 """What a fine-tuning step of the quickstart takes beside other programs, in seconds.
 
-    python benchmarks/busy.py [--rounds 3] [--steps 30] [--json] [--out FILE]
+    python benchmarks/busy.py [--rounds 3] [--steps 15] [--json] [--out FILE]
 
 Every round trains on a quiet machine, beside two busy loops, and beside three at nice 19, in turn, with the threads of
 the trainer as launchers start them and (`waits: as OpenMP`) as OpenMP waits by itself. `ratio` is the step over the
@@ -59,7 +59,7 @@ def step_s(folder: Path, model: Path, variables: str, num_steps: int) -> float:
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=15)
     args = parser.parse_args()
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as name:

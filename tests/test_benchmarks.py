@@ -200,6 +200,7 @@ def test_a_busy_machine_is_measured(tmp_path: Path) -> None:
     assert [row["ratio"] for row in found if row["load_of_others"] == "quiet"] == [1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_packing_is_measured(tmp_path: Path) -> None:
     found = measured(tmp_path / "found.jsonl", "packing.py", "--rows", "256", "--rounds", "2")
     lognormal, half, *deals = found
