@@ -57,7 +57,7 @@ ROOM_CEILINGS = {
     "chat": 657,
     "cli": 1964,
     "core": 2197,
-    "dataset": 897,
+    "dataset": 899,
     "engine": 2621,
     "generation": 901,
     "inference": 2565,
@@ -76,9 +76,9 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 29378,
+    "code of the package": 29380,
     "files of a GRPO run": 140,
-    "code of a GRPO run": 18570,
+    "code of a GRPO run": 18572,
     "import depth": 18,
     "keys of a GRPO config": 366,
     "lines of pages": 5865,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 
 from arealite import chat
 from arealite.api.config.data import PAIRS, DatasetConfig
@@ -125,7 +126,7 @@ class _Preparation:
         """Return the rows that `entries` name: prompts from the source, tokens from the entries."""
         columns = entries.with_format("numpy")
         kept, checksum = columns["row"][:], checksum_of(columns["digest"][:])
-        num_used = len(set(kept.tolist()))
+        num_used = len(np.unique(kept))
         if num_dropped := len(self.rows) - num_used:
             message = "dropped %d of %d rows longer than max_length %d tokens"
             logger.warning(message, num_dropped, len(self.rows), self.config.max_length)
@@ -201,7 +202,8 @@ class _Preparation:
                 return [{"input_ids": prompt + answer, "loss_mask": [0] * len(prompt) + [1] * len(answer)}]
             if messages[-1]["role"] != "assistant":
                 messages = [*messages, {"role": "assistant", "content": row["answer"]}]
-            made = demonstrations(tokenizer, messages, tools=row.get("tools"))
+            tools = row.get("tools")
+            made = demonstrations(tokenizer, messages, tools=json.loads(tools) if isinstance(tools, str) else tools)
             if len(made) > 1 and self.config.image_key:
                 raise ValueError(
                     f"the chat template of {tokenizer.name_or_path} must keep earlier turns of conversations with "

@@ -98,7 +98,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         if addr is not None:
             raise ValueError(f"addr must be None for an engine whose ranks torchrun starts: got {addr!r}. Pass None.")
         setup_logging()  # every script of a rank initializes an engine before anything that logs
-        self._cores = cores.of_this_rank()
+        cores.of_this_rank()
         distributed.join_default_group(COLLECTIVE_TIMEOUT_S)
         self._group: dist.ProcessGroup | None = dist.new_group(timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
         try:
@@ -244,7 +244,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         is_sound = total_weight > 0 and math.isfinite(grad_norm) and math.isfinite(mean_loss)
         if is_sound:
             self._begin_change()
-            with self._cores.taken():
+            with cores.of_this_rank().taken():
                 self.optimizer.step()
         else:
             message = "optimizer step skipped: loss %s, gradient norm %s, loss weight %s"
@@ -317,7 +317,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
 
         Where gradients are enabled, `finish` returns a loss, and the backward pass of it times `scale` follows.
         """
-        with self._cores.taken():
+        with cores.of_this_rank().taken():
             return self._run_all(micro_batches, finish, weights or [0.0] * len(micro_batches), scale)
 
     def _run_all(

@@ -9,6 +9,7 @@ from typing import Any
 import datasets
 import pyarrow
 import pytest
+from testing_agents import LOOK_UP
 from testing_chat_templates import real_tokenizer
 
 from arealite.dataset import get_custom_dataset
@@ -63,6 +64,19 @@ def test_every_form_of_a_demonstration_gives_the_same_tokens(tmp_path: Path, tok
 def test_a_turn_of_weight_0_is_not_taught(tmp_path: Path, tokenizer: Any) -> None:
     (row,) = load(tmp_path, OPENAI, type="sft", tokenizer=tokenizer)
     assert sum(row["loss_mask"]) == 2 and row["loss_mask"][-2:] == [1, 1]
+
+
+@pytest.mark.parametrize("is_text", [False, True])
+def test_the_tools_of_a_demonstration_are_in_its_prompt(tmp_path: Path, is_text: bool) -> None:
+    tokenizer, tools = real_tokenizer("Qwen2.5"), [LOOK_UP]
+    call = {"id": "c", "type": "function", "function": {"name": "look_up", "arguments": '{"word": "cat"}'}}
+    chat = [ASK, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    row = {"messages": chat, "tools": json.dumps(tools) if is_text else tools}
+    (made,) = load(tmp_path, row, type="sft", tokenizer=tokenizer)
+    ids, mask = made["input_ids"], made["loss_mask"]
+    assert "look_up" in tokenizer.decode(ids[: mask.index(1)])
+    taught = tokenizer.decode([one for one, is_taught in zip(ids, mask, strict=True) if is_taught])
+    assert taught == '<tool_call>\n{"name": "look_up", "arguments": {"word": "cat"}}\n</tool_call><|im_end|>'
 
 
 @pytest.mark.parametrize("kind", ["sft", "rl"])

@@ -157,3 +157,9 @@ def launch_script(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         kill_tree(run.process.pid)
         for pid in run.pids:
             kill_tree(pid)
+
+
+@pytest.fixture(autouse=True)
+def without_threads_of_the_test_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make test` sets them, and launchers pass on what their user has set."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

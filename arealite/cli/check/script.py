@@ -75,6 +75,10 @@ def check_reward(
         if last_name(call.func) in ("RLVRWorkflow", "VisionRLVRWorkflow")
         for argument in [*call.args[:1], *(one.value for one in call.keywords if one.arg == "reward_fn")]
     ]
+    for found in (one for one in given if isinstance(one, ast.Lambda)):
+        place = f"{script.name}:{found.lineno}"
+        problem = f"a reward function must be importable, as it runs in another process: got a lambda at {place}"
+        return findings.add("problem", problem, "Define it by `def` at module level, or make it an `async def`.")
     if not rows or "messages" not in rows[0] or not given:
         return findings.add("ok", "not called: the script has a workflow or data of its own")
     with running(script):
@@ -82,21 +86,14 @@ def check_reward(
         main = ModuleType("__mp_main__")
         main.__dict__.update(runpy.run_path(str(script), run_name=main.__name__), __file__=str(script), __spec__=None)
         if "load_rewards" in names and (named := getattr(config, "reward", None)):
-            functions = [*load_rewards(named)]
+            functions: list[Any] = [*load_rewards(named)]
         else:
-            functions = [_value(one, main) for one in given if isinstance(one, ast.Name | ast.Lambda)]
+            functions = [getattr(main, one.id, None) for one in given if isinstance(one, ast.Name)]
         calls_of_rows = [_call(row, tokenizer) for row in rows]
         timeout_s = config.rollout.reward_timeout if config.rollout is not None else RewardRunner.TIMEOUT_S
-        with mock.patch.dict(sys.modules, {"__main__": main, main.__name__: main}):  # so that workers find it
+        with mock.patch.dict(sys.modules, __main__=main, __mp_main__=main):  # so that workers find it
             for function in dict.fromkeys(filter(None, functions)):
                 _try(findings, function, calls_of_rows, timeout_s)
-
-
-def _value(node: ast.expr, main: ModuleType) -> Any:
-    """Return what a name or a lambda of the script is; None for a name that it has not got at module level."""
-    if isinstance(node, ast.Name):
-        return getattr(main, node.id, None)
-    return eval(compile(ast.Expression(node), str(main.__file__), "eval"), main.__dict__)
 
 
 def _call(row: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
