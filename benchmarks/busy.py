@@ -24,7 +24,7 @@ from circumstances import options, report
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "examples" / "arealite"
 LOADS = {"quiet": (0, 0), "two loops": (2, 0), "three loops at nice 19": (3, 19)}
-WAITS = {"on own cores": "", "as OpenMP": "OMP_PROC_BIND=false,GOMP_SPINCOUNT=300000"}
+WAITS = {"on own cores": "", "as OpenMP": "OMP_PROC_BIND=false"}
 
 
 @contextlib.contextmanager

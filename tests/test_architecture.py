@@ -61,14 +61,14 @@ ROOM_CEILINGS = {
     "engine": 2621,
     "generation": 901,
     "inference": 2565,
-    "launcher": 2604,
+    "launcher": 2602,
     "planner": 139,
     "reward": 618,
     "rollout": 2296,
     "server": 534,
     "simulate": 800,
     "trainer": 899,
-    "utils": 2165,
+    "utils": 2161,
     "viewer": 1057,
     "watchdog": 217,
     "weights": 188,
@@ -76,9 +76,9 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 29380,
+    "code of the package": 29374,
     "files of a GRPO run": 140,
-    "code of a GRPO run": 18572,
+    "code of a GRPO run": 18566,
     "import depth": 18,
     "keys of a GRPO config": 366,
     "lines of pages": 5865,

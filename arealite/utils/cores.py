@@ -9,9 +9,6 @@ import functools
 import os
 from collections.abc import Iterator
 
-_SPINS = "GOMP_SPINCOUNT", "10000"
-"""How long a thread of OpenMP spins before it sleeps: 30 us, longer than most pauses between operations, and far less
-than the time slice for which its core may be another program's."""
 _TASKS = "/proc/self/task"
 
 
@@ -55,9 +52,3 @@ class OwnCores:
 def of_this_rank() -> OwnCores:
     """Return the cores of a rank of the trainer, by torchrun's variables."""
     return OwnCores(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
-def patience() -> dict[str, str]:
-    """Return the variables of a process that waits for its threads in OpenMP, unless the user has set one of them."""
-    name, spins = _SPINS
-    return {} if {name, "OMP_WAIT_POLICY"} & os.environ.keys() else {name: spins}

@@ -21,7 +21,6 @@ from arealite.inference.backends.program import ServerProgram
 from arealite.launcher.place.base import Job
 from arealite.launcher.plan.layout import foreign_servers
 from arealite.launcher.plan.plan import Placement, Plan, Run
-from arealite.utils.cores import patience
 from arealite.utils.network import LOOPBACK
 from arealite.utils.processes import RESTART_VARIABLE
 
@@ -38,7 +37,7 @@ def server_job(config: BaseExperimentConfig, placement: Placement, host: str, gp
         config.launcher.inference_server_env_vars,
         python=command[0],
         CUDA_VISIBLE_DEVICES=",".join(gpus),
-        **({"OMP_NUM_THREADS": str(config.lite.threads)} | patience() if kind.is_embedded else {}),
+        **({"OMP_NUM_THREADS": str(config.lite.threads)} if kind.is_embedded else {}),
         **(kind.sleep_env if config.rollout is not None and config.rollout.servers_sleep else {}),
     )
     return Job(placement.name, [*serve, "--", *command], env)
@@ -64,7 +63,6 @@ def trainer_job(
         GROUP_WORLD_SIZE=str(len(nodes)),
         MASTER_ADDR=master[0],
         MASTER_PORT=str(master[1]),
-        **patience(),
         **{RESTART_VARIABLE: str(int(is_restart)), TRACEBACK_VARIABLE: os.environ.get(TRACEBACK_VARIABLE, "log")},
     )
     return Job(placement.name, [sys.executable, str(run.entry), *run.argv], env)
