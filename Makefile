@@ -46,7 +46,7 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 quickstart: install            ## train a tiny model by asynchronous GRPO, in minutes, on a CPU
 	$(VENV)/bin/arealite quickstart $(ARGS)
 
-test: $(VENV)/.installed-dev            ## run the test suite (CPU, no network, about 6 minutes on 2 cores)
+test: $(VENV)/.installed-dev            ## run the test suite (CPU, no network, 10 to 13 minutes on 2 cores)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 5 --dist loadgroup -m "not slow and not gpu and not multi_gpu" $(ARGS)
 
 test-gpu: $(VENV)/.installed-dev            ## run the tests that need one or two CUDA devices; others are skipped (set CONSTRAINTS= for CUDA's torch)

@@ -134,7 +134,7 @@ def rows_of(session: Session, reward: Any, sample: int, turn_discount: float) ->
         "orphans": counts["orphans"],
         "limited": session.limit is not None,
         "malformed_calls": run.counts["malformed_calls"],
-        **{name: run.counts[name] for kind in get_args(MalformedKind) for name in (f"malformed_calls_{kind}",)},
+        **{f"malformed_calls_{kind}": run.counts[f"malformed_calls_{kind}"] for kind in get_args(MalformedKind)},
         **{f"branch_{reason}": run.branches[reason] for reason in get_args(Branch)},
     }
     return rows.update({f"agent/{name}": torch.full(rows.batch_size, float(n)) for name, n in metrics.items()})

@@ -5,14 +5,13 @@ of the turn, or the one that begins the next message.
 """
 
 import functools
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from arealite.api.cli_args import GenerationHyperparameters
-from arealite.chat.template import NO_TEMPLATE, Message, common_prefix, render, tokens_of
+from arealite.chat.template import NO_TEMPLATE, ChatText, Message, read_arguments, render, tokens_of
 
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\b")  # how a template marks what the model writes
 _ANSWER = "The answer is 4."
@@ -34,8 +33,10 @@ def turn_ends(tokenizer: Any) -> list[int]:
     if getattr(tokenizer, "chat_template", None) is None:  # a plan has no tokenizer
         return []
     try:
-        own = _own_end(tokenizer, tokenizer.chat_template)
-        ends = [own] if own else [_next_token(tokenizer, has_calls) for has_calls in (False, True)]
+        chat = _chat(tokenizer, tokenizer.chat_template)
+        if chat.end is not None:
+            return [chat.end]
+        ends = [_next_token(tokenizer, has_calls) for has_calls in (False, True)]
     except ValueError:  # it does not take the conversation
         return []
     return [tokenizer.convert_tokens_to_ids(end) for end in dict.fromkeys(filter(None, ends))]
@@ -105,8 +106,7 @@ def _as_written(message: Message) -> Message:
     calls = []
     for call in message["tool_calls"]:
         function = dict(call.get("function") or call)
-        if isinstance(function.get("arguments"), str):
-            function["arguments"] = json.loads(function["arguments"] or "{}")
+        function["arguments"] = read_arguments(function.get("arguments"))
         calls.append({"type": "function", **call, "function": function})
     return {**message, "tool_calls": calls}
 
@@ -131,8 +131,11 @@ def _marked(tokenizer: Any, messages: Sequence[Message], taught: list[int], tool
 def _as_sampled(tokenizer: Any, messages: list[Message], tools: Any) -> tuple[str, int, int]:
     """Return a conversation as it was when its last turn was sampled, and where that begins and ends."""
     prompt, sampled = _prompt_and_turn(tokenizer, messages, tools)
-    own, special = _own_end(tokenizer, tokenizer.chat_template), _any_special(tokenizer)
-    if own is not None and (ends := re.search(rf"(?:{special})(?:\s*(?:{special}))*\s*$", sampled)) is not None:
+    chat = _chat(tokenizer, tokenizer.chat_template)
+    special = "|".join(map(re.escape, chat.special.values()))
+    ends = re.search(rf"(?:{special})(?:\s*(?:{special}))*\s*$", sampled)
+    if chat.end is not None and ends is not None:
+        own = chat.special[chat.end]
         first = ends[0].find(own)  # an end of the whole conversation may follow
         end = len(ends[0].rstrip()) if first < 0 else first + len(own)
         return prompt + sampled, len(prompt), len(prompt) + ends.start() + end
@@ -160,7 +163,7 @@ def _prompt_and_turn(tokenizer: Any, messages: list[Message], tools: Any) -> tup
             return opened, sampled
         modes.append((opened, after, is_thinking))
     for opened, after, is_thinking in modes:  # its prompt opens a thought, which it does not write in turns
-        opening = _opening(tokenizer, is_thinking)
+        opening = _chat(tokenizer, tokenizer.chat_template, is_thinking).opening
         prompt, tag = opened.removesuffix(opening), _OPENED.search(opening)
         sampled = after[len(prompt) :]
         if tag is None or not after.startswith(prompt) or content not in sampled:
@@ -189,24 +192,9 @@ def _thoughts_and_content(turn: Message) -> tuple[str, str]:
     return str(thoughts).strip(), (rest if closed else content).strip()
 
 
-def _opening(tokenizer: Any, is_thinking: bool) -> str:
-    """Return what a prompt ends with and turns do not begin with, such as `<think>`."""
-    answered = [_ASKED, {"role": "assistant", "content": _ANSWER}]
-    own = render(tokenizer, answered, enable_thinking=is_thinking).partition(_ANSWER)[0]
-    asked = render(tokenizer, [_ASKED], asks=True, enable_thinking=is_thinking)
-    shared = common_prefix(own, asked)
-    return asked[shared.rfind("<") if shared.rfind("<") > shared.rfind(">") else len(shared) :]  # not within a tag
-
-
-@functools.lru_cache(maxsize=8)
-def _own_end(tokenizer: Any, chat_template: str) -> str | None:
-    """Return the special token that ends a plain answer, whether it is the last message of a conversation or not."""
-    answered: list[Message] = [_ASKED, {"role": "assistant", "content": _ANSWER}]
-    own, longer = (render(tokenizer, one).partition(_ANSWER)[2] for one in (answered, [*answered, _FOLLOWS[False]]))
-    special = _any_special(tokenizer)
-    always: list[str] = re.findall(special, common_prefix(own, longer))
-    alone: list[str] = re.findall(special, own)  # some write another one in the middle, or none
-    return always[-1] if always else alone[0] if alone else None
+@functools.lru_cache(maxsize=16)
+def _chat(tokenizer: Any, chat_template: str, enable_thinking: bool = False) -> ChatText:
+    return ChatText(tokenizer, enable_thinking=enable_thinking)
 
 
 def _next_token(tokenizer: Any, has_calls: bool) -> str | None:
@@ -217,10 +205,6 @@ def _next_token(tokenizer: Any, has_calls: bool) -> str | None:
         longer = render(tokenizer, [_ASKED, answer, _FOLLOWS[has_calls]])
     except ValueError:  # not every template takes tools
         return None
-    begins = re.match(rf"\s*({_any_special(tokenizer)})", longer.removeprefix(own)) if longer.startswith(own) else None
-    return None if begins is None else begins[1]
-
-
-def _any_special(tokenizer: Any) -> str:
-    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    return "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)"
+    chat = _chat(tokenizer, tokenizer.chat_template)
+    token = chat.first_special(longer.removeprefix(own).lstrip()) if longer.startswith(own) else None
+    return None if token is None else chat.special[token]

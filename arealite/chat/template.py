@@ -5,6 +5,7 @@ around answers by rendering dummies. The text of a conversation so far is never 
 text between an answer and the next one, `ChatText.append` its token ids after those that were sampled.
 """
 
+import contextlib
 import copy
 import itertools
 import json
@@ -96,8 +97,8 @@ class ChatText:
     """A tokenizer's chat template, in one thinking mode.
 
     `closing` is the special token that ends an answer in the middle of a conversation (None: answers have no end of
-    their own, the next message's first token ends generation). `opening` is what the template writes at the start of
-    the answer that it asks for but not in earlier ones, such as `<think>`.
+    their own, the next message's first token ends generation), `end` that of an answer that nothing follows. `opening`
+    is what the template writes at the start of the answer that it asks for but not in earlier ones, such as `<think>`.
     """
 
     def __init__(self, tokenizer: Any, *, enable_thinking: bool = False) -> None:
@@ -116,12 +117,12 @@ class ChatText:
         answered = [_ASKED, {"role": "assistant", "content": SENTINEL}]
         before, _, after = self.render([*answered, _AGAIN]).partition(SENTINEL)
         asked, own = self.render([_ASKED]), self.render(answered, asks=False).partition(SENTINEL)[2]
-        shared = common_prefix(before, asked)
+        shared = _common(before, asked)
         cut = shared.rfind("<") if shared.rfind("<") > shared.rfind(">") else len(shared)  # not within a tag
         self.opening = asked[cut:]
-        self.closing = self.last_special(common_prefix(own, after))
-        if self.closing is None and self._first(own) is not None:  # the last answer of a conversation ends differently
-            self.closing = self._first(after)
+        self.end = self.closing = self.last_special(_common(own, after))
+        if self.end is None and (end := self.first_special(own)) is not None:  # a last answer ends differently
+            self.end, self.closing = end, self.first_special(after)
 
     def render(self, messages: Sequence[Message], tools: list[Any] | None = None, *, asks: bool = True) -> str:
         """Return a conversation as text; `asks` adds the start of the next answer.
@@ -156,7 +157,7 @@ class ChatText:
         `end` is the special token that the model ended its answer with (None: it was cut off), `rest` the text from the
         end of the answer on, or glue. The model's own end stands for that of the template.
         """
-        first = self._first(rest)
+        first = self.first_special(rest)
         anchor = self.special[first] if first is not None else self.tokenizer.eos_token or ""
         # After a special token, because SentencePiece puts a space before the start of a text.
         ids = self.encode(rest) if first is not None or not anchor else self.encode(anchor + rest)[1:]
@@ -197,7 +198,7 @@ class ChatText:
     def _from_end(self, after: str, dummy: Message, tools: list[Any] | None) -> str:
         """Cut off the rest of the dummy's call."""
         own = self.render([_ASKED, dummy], tools, asks=False).rpartition(SENTINEL)[2]
-        shared = common_prefix(own, after)
+        shared = _common(own, after)
         if self.closing is None:
             return after[len(shared) :]
         end = self.last_special(shared)
@@ -221,7 +222,7 @@ class ChatText:
             default=None,
         )
 
-    def _first(self, text: str) -> int | None:
+    def first_special(self, text: str) -> int | None:
         """Return the special token that a text begins with."""
         return max(
             (token for token, written in self.special.items() if text.startswith(written)),
@@ -262,6 +263,15 @@ class ChatText:
         return {**message, "tool_calls": calls}
 
 
+def read_arguments(arguments: Any) -> Any:
+    """Return the arguments of a call as an object; text that is no JSON object stays as it is."""
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(parsed := json.loads(arguments or "{}"), dict):
+                return parsed
+    return arguments
+
+
 def _with_objects(message: Message) -> Message:
     """Return a message whose calls have objects as arguments; an agent may send back what is no JSON."""
     if not message.get("tool_calls"):
@@ -272,7 +282,7 @@ def _with_objects(message: Message) -> Message:
     return {**message, "tool_calls": calls}
 
 
-def common_prefix(text_a: str, text_b: str) -> str:
+def _common(text_a: str, text_b: str) -> str:
     """Return the longest prefix of both texts."""
     return "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text_a, text_b)))
 

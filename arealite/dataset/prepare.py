@@ -45,7 +45,6 @@ KNOWN: dict[str, dict[str, Any]] = {
 
 _PROMPTS = ("messages", "conversations", "question", "prompt")  # columns, where prompt_key names none
 _ROLES = {"human": "user", "gpt": "assistant", "function": "tool"}  # of ShareGPT's format
-_PLAIN: dict[str, Any] = {"system_prompt": "", "prompt_suffix": ""}
 _TOKENS = {"input_ids": datasets.List(datasets.Value("int32")), "loss_mask": datasets.List(datasets.Value("int8"))}
 _PAIRS = {"pair": datasets.List(_TOKENS)}
 _COLUMNS: dict[str, dict[str, Any]] = {"rl": {}, "sft": _TOKENS, "dpo": _PAIRS, "rw": _PAIRS}
@@ -196,11 +195,10 @@ class _Preparation:
         """Return the rows that a conversation becomes, or a prompt that its answer follows."""
         messages, tokenizer = row["messages"], self.tools.tokenizer
         with _naming(where):
-            if tokenizer.chat_template is None:
-                (prompt,) = prompt_tokens(tokenizer, [messages])
-                answer = [*tokenizer(row["answer"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-                return [{"input_ids": prompt + answer, "loss_mask": [0] * len(prompt) + [1] * len(answer)}]
-            if messages[-1]["role"] != "assistant":
+            is_asked = messages[-1]["role"] != "assistant"
+            if is_asked and tokenizer.chat_template is None:
+                return [_without_template(tokenizer, messages, row["answer"])]
+            if is_asked:
                 messages = [*messages, {"role": "assistant", "content": row["answer"]}]
             tools = row.get("tools")
             made = demonstrations(tokenizer, messages, tools=json.loads(tools) if isinstance(tools, str) else tools)
@@ -219,6 +217,13 @@ def _naming(where: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
+
+
+def _without_template(tokenizer: Any, prompt: list[Row], answer: str) -> Row:
+    """Return the tokens of plain texts, and the end token."""
+    (ids,) = prompt_tokens(tokenizer, [prompt])
+    taught = [*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    return {"input_ids": ids + taught, "loss_mask": [0] * len(ids) + [1] * len(taught)}
 
 
 def _length(tokens: Row) -> int:
@@ -251,6 +256,11 @@ def with_messages(row: Row, where: str, config: DatasetConfig) -> Row:
     key = config.prompt_key or next((name for name in _PROMPTS if name in row), "question")
     if (prompt := column_of(row, key)) is None:
         raise _missing(row, where, key, "prompt_key")
+    column = config.answer_key or "answer"
+    if column == "answer" and column not in row and config.type == "sft" and "completion" in row:
+        column = "completion"
+    if config.type == "sft" and isinstance(told := column_of(row, column), list):
+        prompt = [*_turns(prompt), *told]
     messages = _messages(prompt, where, key, "prompt_key", config)
     if config.image_key:
         row = {**row, "images": images_of(row, where, config.image_key)}
@@ -263,14 +273,9 @@ def with_messages(row: Row, where: str, config: DatasetConfig) -> Row:
         )
     if is_complete or (config.answer_key is None and config.type == "rl"):
         return {**row, "messages": messages}
-    column = config.answer_key or "answer"
-    if column == "answer" and column not in row and config.type == "sft" and "completion" in row:
-        column = "completion"
     if (value := column_of(row, column)) is None:
         advice = " (null if rewards need none)" if config.type == "rl" else ""
         raise _missing(row, where, column, "answer_key", advice)
-    if config.type == "sft" and isinstance(value, list):
-        return {**row, "messages": [*messages, *_messages(value, where, column, "answer_key", config.new(**_PLAIN))]}
     is_structured = config.type == "rl" and isinstance(value, list | dict)
     return {**row, "answer": value if is_structured else str(value), "messages": messages}
 
@@ -302,23 +307,18 @@ def column_of(row: Row, name: str) -> Any:
     return column_of(inner, rest) if isinstance(inner, dict) else None
 
 
-def _turns(content: Any) -> list[Row]:
+def _turns(content: Any) -> list[Any]:
+    """Return a conversation, or a text as the user's turn; turns of ShareGPT's format get the usual keys."""
     if not isinstance(content, list):
         return [{"role": "user", "content": str(content)}]
-    return [
-        _turn(turn) if isinstance(turn, dict) and "from" in turn and "role" not in turn else turn for turn in content
-    ]
+    return [_usual(turn) if isinstance(turn, dict) and "role" not in turn else turn for turn in content]
 
 
-def _turn(turn: Row) -> Row:
-    """Return a turn of ShareGPT's format with the usual keys."""
+def _usual(turn: Row) -> Row:
+    if (said_by := turn.get("from")) is None:
+        return turn
     rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
-    return {"role": _role(turn), "content": turn.get("value"), **rest}
-
-
-def _role(turn: Row) -> Any:
-    said_by = turn.get("role") or turn.get("from")
-    return said_by if "role" in turn else _ROLES.get(str(said_by), said_by)
+    return {"role": _ROLES.get(said_by, said_by), "content": turn.get("value"), **rest}
 
 
 def pair_of(row: Row, where: str, config: DatasetConfig, tokenizer: Any) -> list[Row]:
@@ -336,7 +336,8 @@ def pair_of(row: Row, where: str, config: DatasetConfig, tokenizer: Any) -> list
             said = {"role": "assistant", "content": str(answer)}
             conversations.append(str(answer) if prompt is None else [*prompt, said])
             continue
-        is_turn = bool(answer) and isinstance(answer[0], dict) and _role(answer[0]) == "assistant"
+        answer = _turns(answer)
+        is_turn = bool(answer) and isinstance(answer[0], dict) and answer[0].get("role") == "assistant"
         whole = [*_turns(given), *answer] if prompt is not None and is_turn else answer
         messages = _messages(whole, where, column, name, config)
         if messages[-1]["role"] != "assistant":
@@ -362,9 +363,7 @@ def _answer_of_pair(tokenizer: Any, answer: list[Row] | str, both: Sequence[list
         return {"input_ids": tokens, "loss_mask": [1] * len(tokens)}
     if tokenizer.chat_template is None:
         *prompt, said = answer
-        (ids,) = prompt_tokens(tokenizer, [prompt])
-        tokens = [*tokenizer(said["content"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        return {"input_ids": ids + tokens, "loss_mask": [0] * len(ids) + [1] * len(tokens)}
+        return _without_template(tokenizer, prompt, said["content"])
     differ = (at for at, (one, other) in enumerate(zip(*both, strict=False)) if one != other)
     first = next(differ, len(answer) - 1)
     row, *others = demonstrations(tokenizer, answer, first=min(first, len(answer) - 1))

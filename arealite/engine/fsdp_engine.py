@@ -75,7 +75,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         self._version = 0
         self._has_trained = False
         self.num_changes = 0
-        self._balances = False  # the load of experts, by an auxiliary loss
+        self._balances = False  # the load of experts, by an auxiliary loss; the model returns logits of routers
         self._balance_losses: list[torch.Tensor]
         self._sender = fsdp_weights.WeightSender()
         self._shares: WeightSharing | None = None  # a server that samples from these parameters
@@ -98,7 +98,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         if addr is not None:
             raise ValueError(f"addr must be None for an engine whose ranks torchrun starts: got {addr!r}. Pass None.")
         setup_logging()  # every script of a rank initializes an engine before anything that logs
-        cores.of_this_rank()
+        cores.own_cores()
         distributed.join_default_group(COLLECTIVE_TIMEOUT_S)
         self._group: dist.ProcessGroup | None = dist.new_group(timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
         try:
@@ -244,7 +244,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         is_sound = total_weight > 0 and math.isfinite(grad_norm) and math.isfinite(mean_loss)
         if is_sound:
             self._begin_change()
-            with cores.of_this_rank().taken():
+            with cores.taken():
                 self.optimizer.step()
         else:
             message = "optimizer step skipped: loss %s, gradient norm %s, loss weight %s"
@@ -306,6 +306,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         (total,) = distributed.all_reduce_numbers([sum(weights)], group=self.mesh.data)
         return micro_batches, weights, total
 
+    @cores.taken()
     def _run(
         self,
         micro_batches: Sequence[MicroBatch],
@@ -317,17 +318,8 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
 
         Where gradients are enabled, `finish` returns a loss, and the backward pass of it times `scale` follows.
         """
-        with cores.of_this_rank().taken():
-            return self._run_all(micro_batches, finish, weights or [0.0] * len(micro_batches), scale)
-
-    def _run_all(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        finish: Callable[[torch.Tensor, TensorDict, int, float], torch.Tensor],
-        weights: Sequence[float],
-        scale: float,
-    ) -> list[torch.Tensor]:
         is_training, results = torch.is_grad_enabled(), []
+        weights = weights or [0.0] * len(micro_batches)
         if self._pipeline is not None:
             columns = [tensors.on_device(one.packed, self.device) for one in micro_batches]
             length = max(1, *(one.num_tokens for one in micro_batches))

@@ -93,9 +93,9 @@ def final_answer(text: str) -> str | None:
 
 def last_boxed(text: str) -> str | None:
     r"""Return the content of the last `\boxed{}` or `\fbox{}`; None if there is none, or it is cut off."""
-    start = max((match.end() for match in _BOX.finditer(text)), default=None)
+    start = max((match.end() for match in _BOX.finditer(text)), default=len(text))
     depth = 1
-    for position in range(len(text) if start is None else start, len(text)):
+    for position in range(start, len(text)):
         depth += (text[position] == "{") - (text[position] == "}")
         if depth == 0:
             return text[start:position]

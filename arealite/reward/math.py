@@ -28,7 +28,10 @@ def math_reward_fn(
     if not _parsed(right):
         raise ValueError(f"the column answer must be a formula: got {answer!r:.200}. Correct or drop the row.")
     boxed = last_boxed(completions)
-    return float(_equal(right, boxed) if boxed is not None else verify(_parsed(right), parse(completions)))
+    if boxed is not None:
+        return float(_equal(right, boxed))
+    found = parse(completions, parsing_timeout=_COMPARISON_S)
+    return float(verify(_parsed(right), found, timeout_seconds=_COMPARISON_S))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -28,10 +28,8 @@ class RewardRunner:
     process that grows by more than `max_growth_gib` is replaced.
     """
 
-    TIMEOUT_S = 15.0
-
     def __init__(
-        self, reward_fn: RewardFunction, timeout: float = TIMEOUT_S, num_workers: int = 2, max_growth_gib: float = 2.0
+        self, reward_fn: RewardFunction, timeout: float = 15.0, num_workers: int = 2, max_growth_gib: float = 2.0
     ) -> None:
         self.reward_fn = reward_fn
         self.name = getattr(reward_fn, "__qualname__", type(reward_fn).__qualname__)

@@ -9,46 +9,41 @@ import functools
 import os
 from collections.abc import Iterator
 
+import torch
+
 _TASKS = "/proc/self/task"
 
 
-class OwnCores:
-    """The cores of this process, the `index`-th of `num_processes` on its node that have as many threads each.
-
-    Make it before anything else has computed in parallel, as it finds the threads by starting them.
-    """
-
-    def __init__(self, index: int, num_processes: int) -> None:
-        import torch  # launchers import this module
-
-        self._own: list[int] = []
-        num, cores = torch.get_num_threads(), sorted(os.sched_getaffinity(0), reverse=True)
-        own, takes_most = cores[index * num : (index + 1) * num], 2 * num * num_processes > len(cores)
-        is_possible = os.path.isdir(_TASKS) and "OMP_PROC_BIND" not in os.environ and not torch.cuda.is_available()
-        if num == 1 or len(own) < num or not takes_most or not is_possible:
-            return
-        before = {*os.listdir(_TASKS)}
-        torch.ones(2**20).sum()
-        if len(threads := {*os.listdir(_TASKS)} - before) == num - 1:
-            self._own = own
-            for thread, core in zip(threads, own[1:], strict=True):
-                os.sched_setaffinity(int(thread), {core})
-
-    @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
-        """Keep the calling thread on its core, too."""
-        if not self._own:
-            yield
-            return
-        before = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, self._own[:1])
-        try:
-            yield
-        finally:
-            os.sched_setaffinity(0, before)
-
-
 @functools.cache
-def of_this_rank() -> OwnCores:
-    """Return the cores of a rank of the trainer, by torchrun's variables."""
-    return OwnCores(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+def own_cores() -> list[int]:
+    """Bind the threads of this rank and return its cores, the first for the calling thread; empty if none are bound.
+
+    Call it before anything else has computed in parallel, as it finds the threads by starting them.
+    """
+    index, num_ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    num, cores = torch.get_num_threads(), sorted(os.sched_getaffinity(0), reverse=True)
+    own, takes_most = cores[index * num : (index + 1) * num], 2 * num * num_ranks > len(cores)
+    is_possible = os.path.isdir(_TASKS) and "OMP_PROC_BIND" not in os.environ and not torch.cuda.is_available()
+    if num == 1 or len(own) < num or not takes_most or not is_possible:
+        return []
+    before = {*os.listdir(_TASKS)}
+    torch.ones(2**20).sum()
+    if len(threads := {*os.listdir(_TASKS)} - before) != num - 1:
+        return []
+    for thread, core in zip(threads, own[1:], strict=True):
+        os.sched_setaffinity(int(thread), {core})
+    return own
+
+
+@contextlib.contextmanager
+def taken() -> Iterator[None]:
+    """Keep the calling thread on its core, too."""
+    if not (own := own_cores()):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, own[:1])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

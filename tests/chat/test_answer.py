@@ -124,11 +124,12 @@ QWEN = '<tool_call>{"name": "f", "arguments": {"a": %s}}</tool_call>'
         ((QWEN % '"one').partition("</tool_call>")[0], "cut_off"),
         (QWEN.partition("</tool_call>")[0] % '"one"', "cut_off"),
         ('<tool_call>{"arguments": {}}</tool_call>', "arguments"),
+        (XML % "word: a", "text"),
     ],
 )
 def test_a_malformed_call_says_of_which_kind_it_is(text: str, kind: str) -> None:
     with pytest.raises(MalformedCall) as told:
-        read("Qwen2.5", text)
+        read("Qwen3.5" if kind == "text" else "Qwen2.5", text)
     assert told.value.kind == kind
 
 

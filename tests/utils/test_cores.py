@@ -10,12 +10,12 @@ import pytest
 PROGRAM = """
 import json, os, subprocess, sys
 import torch
-from arealite.utils.cores import OwnCores
+from arealite.utils.cores import own_cores, taken
 def cores_of(task):
     return sorted(os.sched_getaffinity(int(task)))
-own = OwnCores(*map(int, sys.argv[1:]))
+own_cores()
 outside = cores_of(0)
-with own.taken():
+with taken():
     tasks = {task: cores_of(task) for task in os.listdir("/proc/self/task")}
     torch.ones(2**20).sum()
 after = cores_of(0)
@@ -28,10 +28,9 @@ pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 
 def run(*arguments: int, threads: int, **env: str) -> list[list[int]]:
     """Return the cores of the process outside and after, those of a child, and those to which threads are bound."""
-    command = [sys.executable, "-c", PROGRAM, *map(str, arguments)]
-    done = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": str(threads)} | env, capture_output=True, text=True, check=True
-    )
+    place = dict(zip(("LOCAL_RANK", "LOCAL_WORLD_SIZE"), map(str, arguments), strict=True))
+    env = os.environ | {"OMP_NUM_THREADS": str(threads)} | place | env
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, check=True)
     result: list[list[int]] = json.loads(done.stdout)
     return result
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from arealite.agent.turns import Turn
+from arealite.chat.template import read_arguments
 
 T = TypeVar("T")
 Message = dict[str, Any]
@@ -171,13 +172,7 @@ def own_tool(tool: Mapping[str, Any], function: Any) -> dict[str, Any]:
 
 def tool_call(call_id: str, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
     """Return a call as chat templates expect it; arguments that are no JSON object stay text."""
-    if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            parsed = None
-        arguments = parsed if isinstance(parsed, dict) else arguments
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": read_arguments(arguments)}}
 
 
 def arguments_text(call: Mapping[str, Any]) -> str:

@@ -58,7 +58,7 @@ class LauncherConfig(ConfigBase):
     trainer_env_vars: EnvVars = ""
     """Environment of trainers, as `A=1,B=2`."""
     trainer_threads: PositiveInt | None = None
-    """CPU threads of one trainer process; None lets the launcher share out the cores."""
+    """CPU threads of one trainer process; None is OMP_NUM_THREADS of the launcher, else a share of the cores."""
     server_python: str | None = None
     """Python interpreter of the environment in which SGLang or vLLM is installed; None is that of the launcher."""
     stop_timeout: Positive = 60.0

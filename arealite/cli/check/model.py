@@ -94,24 +94,20 @@ def check_template(findings: Findings, config: Config, model: PreTrainedModel, t
         )
     else:
         findings.add("ok", f"append-only{refused}")
-    _check_end(findings, config, tokenizer, certificate, end_ids)
+    _check_end(findings, tokenizer, certificate, end_ids)
     for sampled, back in list(certificate.garbled.items())[:1]:
         text = f"{sampled!r} comes back from the tokenizer as {back!r}, so rewards see other text than was sampled"
         findings.add("warning", text, "Use a tokenizer that keeps every character (byte-level).")
 
 
-def _check_end(findings: Findings, config: Config, tokenizer: Any, certificate: Certificate, end_ids: set[int]) -> None:
-    """Check that the token after a completion ends generation and is the one that fine-tuning teaches."""
-    tail, end = certificate.after_answer, certificate.end_id
-    if end is None:
+def _check_end(findings: Findings, tokenizer: Any, certificate: Certificate, end_ids: set[int]) -> None:
+    """Check that the token after a completion ends generation."""
+    tail = certificate.after_answer
+    if certificate.end_id is None:
         ends = ", ".join(repr(tokenizer.decode([token])) for token in sorted(end_ids)) or "no token"
         text = f"it writes {tail!r} after an answer, where the model ends with {ends}: completions may run on"
         fix = "Set eos_token_id in generation_config.json to the token that ends an answer, or gconfig.stop_token_ids."
         findings.add("warning", text, fix)
-    elif config.rollout is None and end != tokenizer.eos_token_id:
-        ours, its = (repr(tokenizer.decode([token])) for token in (tokenizer.eos_token_id, end))
-        text = f"demonstrations end with the tokenizer's eos token {ours}, where the template ends an answer with {its}"
-        findings.add("warning", text, f"Set eos_token of the tokenizer to {its}.")
 
 
 def _end_ids(config: Config, model: PreTrainedModel, tokenizer: Any) -> set[int]:

@@ -90,10 +90,10 @@ def check_reward(
         else:
             functions = [getattr(main, one.id, None) for one in given if isinstance(one, ast.Name)]
         calls_of_rows = [_call(row, tokenizer) for row in rows]
-        timeout_s = config.rollout.reward_timeout if config.rollout is not None else RewardRunner.TIMEOUT_S
+        options = {} if config.rollout is None else {"timeout": config.rollout.reward_timeout}
         with mock.patch.dict(sys.modules, __main__=main, __mp_main__=main):  # so that workers find it
             for function in dict.fromkeys(filter(None, functions)):
-                _try(findings, function, calls_of_rows, timeout_s)
+                _try(findings, function, calls_of_rows, options)
 
 
 def _call(row: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def _call(row: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def _try(findings: Findings, function: Any, calls: Sequence[dict[str, Any]], timeout_s: float) -> None:
+def _try(findings: Findings, function: Any, calls: Sequence[dict[str, Any]], options: dict[str, Any]) -> None:
     code = getattr(inspect.unwrap(function), "__code__", None)
     name = f"reward function {function.__name__} at {line_of(code, None)}" if code else f"reward function {function}"
     check_signature(function)
@@ -117,7 +117,7 @@ def _try(findings: Findings, function: Any, calls: Sequence[dict[str, Any]], tim
     except TypeError as error:
         problem = f"{name} must take {', '.join(sorted(calls[0]))} as keywords: {error}"
         return findings.add("problem", problem, "Name those it needs, and add **kwargs for the others.")
-    runner = RewardRunner(function, timeout_s, len(calls))
+    runner = RewardRunner(function, num_workers=len(calls), **options)
     try:
         results = asyncio.run(_results(runner, calls))
     finally:
