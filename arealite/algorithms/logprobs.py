@@ -293,16 +293,13 @@ def rows_of_all(own: torch.Tensor, group: dist.ProcessGroup, each: int, num: int
     return every[:num]
 
 
-def _own_tokens(
-    labels: torch.Tensor, kept: KeptSets | None, group: dist.ProcessGroup, each: int
-) -> tuple[torch.Tensor, KeptSets | None]:
-    """Return the labels of this rank's tokens and their kept sets; a rank has `each`."""
-    own = slice(dist.get_rank(group) * each, (dist.get_rank(group) + 1) * each)
-    if kept is not None:
-        bounds_N = torch.cat([kept.counts_N.new_zeros(1), kept.counts_N.cumsum(0)])
-        first, stop = bounds_N[[min(own.start, len(labels)), min(own.stop, len(labels))]].tolist()
-        kept = KeptSets(kept.ids_M[first:stop], kept.counts_N[own])
-    return labels[own], kept
+def _of_tokens(kept: KeptSets | None, tokens: slice | torch.Tensor) -> KeptSets | None:
+    """Return the kept sets of some tokens, given by a slice or a mask."""
+    if kept is None:
+        return None
+    is_chosen_N = torch.zeros_like(kept.counts_N, dtype=torch.bool)
+    is_chosen_N[tokens] = True
+    return KeptSets(kept.ids_M[is_chosen_N.repeat_interleave(kept.counts_N)], kept.counts_N[tokens])
 
 
 def gather_logprobs_entropy(
@@ -311,24 +308,32 @@ def gather_logprobs_entropy(
     temperature: float = 1.0,
     *,
     kept: KeptSets | None = None,
+    needed: torch.Tensor | None = None,
     with_entropy: bool = True,
     entropy_grad: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logprobs of `gather_logprobs` and the entropies `[N]` of the whole softmax, 0 without `with_entropy`.
 
-    Entropies carry a gradient only with `entropy_grad`.
+    Entropies carry a gradient only with `entropy_grad`. With the bool mask `needed [N]`, others are not computed but 0.
     """
     split, hidden_NH = logits.split or Split(len(labels)), logits.hidden_NH
     each = len(hidden_NH)
     if split.tokens is not None:
-        labels, kept = _own_tokens(labels, kept, split.tokens, each)
+        own = slice(dist.get_rank(split.tokens) * each, (dist.get_rank(split.tokens) + 1) * each)
+        labels, kept, needed = labels[own], _of_tokens(kept, own), None if needed is None else needed[own]
         hidden_NH = hidden_NH[: len(labels)]  # without the padding that ends the tokens
+    num_own = len(labels)
+    if needed is not None:
+        rows_N = needed.nonzero()[:, 0]
+        hidden_NH, labels, kept = hidden_NH.index_select(0, rows_N), labels[rows_N], _of_tokens(kept, needed)
     if split.first_id:  # ids count from the first one of this rank's part
         labels = labels - split.first_id
         kept = None if kept is None else kept._replace(ids_M=kept.ids_M - split.first_id)
     scale, softcap, group = logits.scale, logits.softcap, split.vocabulary
     settings = _Settings(temperature, scale, softcap, with_entropy, entropy_grad, group)
     found = _LogprobsAndEntropy.apply(hidden_NH, logits.weight_VH, logits.bias_V, labels, kept, settings)
+    if needed is not None:
+        found = tuple(one.new_zeros(num_own).index_copy(0, rows_N, one) for one in found)
     if split.tokens is None:
         return found
     logprobs_N, entropy_N = (rows_of_all(one, split.tokens, each, split.num_tokens) for one in found)
@@ -353,13 +358,16 @@ def packed_logprobs(
     temperature: float = 1.0,
     *,
     kept: KeptSets | None = None,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the logprob `[N]` of each of `input_ids [N]`, from logits and `cu_seqlens [B + 1]`.
 
-    `kept` has the set that each of `input_ids` was sampled from.
+    `kept` has the set that each of `input_ids` was sampled from. Tokens outside of the bool `mask [N]` are not computed
+    but 0.
     """
-    labels = input_ids.roll(-1)
-    return align_with_tokens(gather_logprobs(logits, labels, temperature, kept=_of_labels(kept)), cu_seqlens)
+    return packed_logprobs_entropy(
+        logits, input_ids, cu_seqlens, temperature, kept=kept, mask=mask, with_entropy=False
+    )[0]
 
 
 def packed_logprobs_entropy(
@@ -369,11 +377,15 @@ def packed_logprobs_entropy(
     temperature: float = 1.0,
     *,
     kept: KeptSets | None = None,
+    mask: torch.Tensor | None = None,
+    with_entropy: bool = True,
     entropy_grad: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `packed_logprobs` and the entropy `[N]` of the whole softmax at the step that sampled each token."""
+    labels, needed = input_ids.roll(-1), None if mask is None else mask.roll(-1)
+    choices: Any = {"with_entropy": with_entropy, "entropy_grad": entropy_grad}
     logprobs_N, entropy_N = gather_logprobs_entropy(
-        logits, input_ids.roll(-1), temperature, kept=_of_labels(kept), entropy_grad=entropy_grad
+        logits, labels, temperature, kept=_of_labels(kept), needed=needed, **choices
     )
     return align_with_tokens(logprobs_N, cu_seqlens), align_with_tokens(entropy_N, cu_seqlens)
 

@@ -180,7 +180,8 @@ class UpdateCosts:
         """Return the FLOPs of the forward and backward pass over sequences (PaLM, arXiv:2204.02311, appendix B).
 
         A token has 6 FLOPs per parameter (4 per frozen parameter), and 12 per attended position and entry of all heads.
-        Recomputation counts once, causal attention counts as if nothing were masked, and images count as their tokens.
+        Recomputation counts once, the output layer and causal attention count as if nothing were masked, and images
+        count as their tokens.
         """
         pairs = sum(length * min(length, window) for length in lengths for window in self._windows)
         return self.flops_per_token * sum(lengths) + 12 * self._width * pairs

@@ -131,6 +131,36 @@ def test_sets_of_packed_tokens_belong_to_the_token_that_was_sampled_from_them() 
     assert packed_logprobs_entropy(of_logits(logits), input_ids, cu_seqlens, kept=kept)[0].tolist() == found.tolist()
 
 
+@given(mask=st.lists(st.booleans(), min_size=7, max_size=7), has_sets=st.booleans())
+@settings(max_examples=settings.default.max_examples // 4)
+def test_tokens_under_a_mask_are_as_without_it_and_others_are_0(mask: list[bool], has_sets: bool) -> None:
+    tensors = output_layer(7, 30, torch.float64)
+    input_ids, cu_seqlens = torch.tensor([3, 1, 2, 9, 1, 0, 29]), torch.tensor([0, 3, 7], dtype=torch.int32)
+    kept = KeptSets(torch.tensor([1, 3, 0, 1, 5]), torch.tensor([0, 2, 0, 0, 3, 0, 0])) if has_sets else None
+    mask_N = torch.tensor(mask)
+    tokens = LazyLogits(*tensors), input_ids, cu_seqlens, 0.7
+    found = packed_logprobs_entropy(*tokens, kept=kept, mask=mask_N, entropy_grad=True)
+    expected = [one * mask_N for one in packed_logprobs_entropy(*tokens, kept=kept, entropy_grad=True)]
+    for ours, reference in zip(found, expected):
+        torch.testing.assert_close(ours, reference, atol=1e-12, rtol=1e-12)
+    weights = torch.linspace(-1.0, 2.0, 7)
+    gradients = (torch.autograd.grad(sum((weights * one).sum() for one in two), tensors) for two in (found, expected))
+    for ours, reference in zip(*gradients):
+        torch.testing.assert_close(ours, reference, atol=1e-12, rtol=1e-12)
+
+
+def test_logits_of_masked_tokens_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = []
+    block = LazyLogits.block
+    monkeypatch.setattr(LazyLogits, "block", lambda self, *ids: rows.append(len(self.hidden_NH)) or block(self, *ids))
+    mask_N = torch.tensor([False, False, True, True, False])
+    found = packed_logprobs(
+        LazyLogits(*output_layer(5, 4)), torch.arange(5) % 4, torch.tensor([0, 5], dtype=torch.int32), mask=mask_N
+    )
+    found.sum().backward()
+    assert rows == [2, 2]
+
+
 def test_only_what_is_trained_gets_a_gradient() -> None:
     hidden, weight, bias = output_layer(3, 5)
     frozen = LazyLogits(hidden, weight.detach(), bias.detach())

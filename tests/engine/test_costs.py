@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from training_cases import VOCABULARY, token_batch, train_config, write_model
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedModel, Qwen3MoeConfig
 
+from arealite.algorithms.logprobs import trained_tokens
 from arealite.api.cli_args import LoRAConfig, TrainEngineConfig
 from arealite.engine.lora import add_adapters
 from arealite.engine.metrics import UpdateCosts, flops_per_token, peak_flops
@@ -34,9 +35,11 @@ def test_an_update_has_the_flops_that_torch_counts(start: Callable[..., Any], tm
     engine.costs.peak = 1e9
     began = time.monotonic()
     with FlopCounterMode(display=False) as counter:
-        metrics = engine.train_lm(token_batch(LENGTHS))
+        metrics = engine.train_lm(batch := token_batch(LENGTHS))
     most_s = time.monotonic() - began
-    logits = 2 * sum(LENGTHS) * VOCABULARY * HIDDEN  # computed again in the backward pass, which is no use
+    num_trained = int(trained_tokens(batch["attention_mask"], batch["loss_mask"]).sum())
+    # Logits are computed for the trained tokens alone, but again in the backward pass.
+    logits = (8 * num_trained - 6 * sum(LENGTHS)) * VOCABULARY * HIDDEN
     attention = 12 * WIDTH * LAYERS * sum(length**2 for length in LENGTHS)  # torch does not count that of a CPU
     angles = 16 * sum(LENGTHS)  # of rotary embeddings, which older transformers make by a matrix product
     assert counter.get_total_flops() - logits - 6 * PRODUCTS * sum(LENGTHS) in (0, angles)

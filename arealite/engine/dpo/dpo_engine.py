@@ -46,12 +46,13 @@ class DPOEngine:
         return evaluate_pairs(self.engine, _columns(batch), self._losses)
 
     def _losses(self, logits: LazyLogits, micro_batch: TensorDict) -> PairLosses:
-        logprobs_N = packed_logprobs(logits, micro_batch["input_ids"], micro_batch["cu_seqlens"])
+        tokens, mask_N = (micro_batch["input_ids"], micro_batch["cu_seqlens"]), micro_batch["loss_mask"].bool()
+        logprobs_N = packed_logprobs(logits, *tokens, mask=mask_N)
         is_ipo = self.config.loss_type == "ipo"
         log_ratios_B = completion_log_ratios(logprobs_N, micro_batch, per_token=is_ipo)
         beta = self.config.beta
         losses_P, statistics = ipo(log_ratios_B, tau=beta) if is_ipo else dpo(log_ratios_B, beta=beta)
-        mask_N, num_rows = micro_batch["loss_mask"], len(micro_batch["cu_seqlens"]) - 1
+        num_rows = len(micro_batch["cu_seqlens"]) - 1
         logprobs_B = completion_sums(logprobs_N.detach(), mask_N, micro_batch["segment_ids"], num_rows)
         statistics |= {"chosen_logprob": logprobs_B[0::2], "rejected_logprob": logprobs_B[1::2]}
         return losses_P, statistics

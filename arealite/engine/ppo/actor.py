@@ -276,7 +276,9 @@ class PPOActor:
         config: Any = self.config  # in which no choice is None
         mask_N = micro_batch["loss_mask"]
         tokens, kept = self._tokens(micro_batch), kept_sets(micro_batch)
-        logprobs_N, entropy_N = packed_logprobs_entropy(logits, *tokens, kept=kept, entropy_grad=config.entropy_ctl > 0)
+        logprobs_N, entropy_N = packed_logprobs_entropy(
+            logits, *tokens, kept=kept, mask=mask_N, entropy_grad=config.entropy_ctl > 0
+        )
         if config.proximal == "current":
             micro_batch["proximal_logprobs"] = logprobs_N.detach()
             keys = ("proximal_logprobs", "rollout_logprobs", "advantages", "loss_mask")
@@ -288,7 +290,7 @@ class PPOActor:
         losses_N, statistics = token_loss_fn(logprobs_N, micro_batch)
         losses_N = micro_batch["corrections"] * torch.where(mask_N, losses_N, 0.0)
         if "ref_logprobs" in micro_batch:
-            whole_N = logprobs_N if kept is None else packed_logprobs(logits, *tokens)
+            whole_N = logprobs_N if kept is None else packed_logprobs(logits, *tokens, mask=mask_N)
             kl_N = kl_losses(logprobs_N, micro_batch, estimator=config.kl_estimator, whole=whole_N)
             if kept is not None:
                 statistics["ref_kl"] = k3((whole_N.detach() - micro_batch["ref_logprobs"]).double())

@@ -56,9 +56,9 @@ class FSDPLMEngine(FSDPEngine, LMEngine):
 
 def sft_loss_fn(logits: LazyLogits, micro_batch: TensorDict) -> torch.Tensor:
     """Return the mean negative log-likelihood of the packed tokens under `loss_mask [N]`."""
-    logprobs_N = packed_logprobs(logits, micro_batch["input_ids"], micro_batch["cu_seqlens"])
     mask_N = micro_batch["loss_mask"].bool()
-    return -logprobs_N.masked_fill(~mask_N, 0.0).sum() / mask_N.sum()
+    logprobs_N = packed_logprobs(logits, micro_batch["input_ids"], micro_batch["cu_seqlens"], mask=mask_N)
+    return -logprobs_N.sum() / mask_N.sum()
 
 
 def _columns(batch: TensorDict) -> TensorDict:
