@@ -10,6 +10,12 @@ from testing_runs import arealite
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("quickstart")]
 
 
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else runs, so threads may wait as they do for users."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+
+
 def quickstart(fileroot: Path, *overrides: str) -> dict[str, Any]:
     output = arealite("quickstart", f"fileroot={fileroot}", "trial_name=t", *overrides)
     folder = fileroot / "quickstart" / "t"

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 PATH = f"{__file__}:rows"
 """Value of `train_dataset.path`; options may follow, e.g. `?train=200&test=10`."""
+CURRICULUM = f"{__file__}:curriculum"
 MIN_CHANGE, MAX_CHANGE, MAX_TOTAL = 2, 9, 18
 TEST_SHARE = 8
 MAX_ROWS = 200_000
@@ -75,6 +76,16 @@ def rows(
             if len(found) == counts[split]:
                 break
     return [{"question": question, "answer": answer} for question, answer in found.items()]
+
+
+def curriculum(split: str, *, seed: int, written: int | str = 9600, **options: int | str) -> list[dict[str, str]]:
+    """Generate `rows` in the order to learn from: answers of the first `written` training rows all write the steps.
+
+    A model that can write them learns within few rows that it mostly need not.
+    """
+    mixed = rows(split, seed=seed, **options)
+    first = _integer("written", written) if split == "train" else 0
+    return rows(split, seed=seed, **options | {"with_steps": 1})[:first] + mixed[first:]
 
 
 def pairs(split: str, *, seed: int, **options: int | str) -> list[dict[str, str]]:

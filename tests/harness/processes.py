@@ -23,7 +23,7 @@ LEFT_S = 60.0
 """In which the last processes of a run that has ended must be gone."""
 _LOOK_S = 0.05
 _END_S = 120.0
-_LEFT_OUT = ("OMP_NUM_THREADS", "PYTHONPATH", "VIRTUAL_ENV")
+_LEFT_OUT = ("PYTHONPATH", "VIRTUAL_ENV")
 
 
 class Broken(Exception):
