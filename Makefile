@@ -55,7 +55,7 @@ test-gpu: $(VENV)/.installed-dev            ## run the tests that need one or tw
 test-explore: $(VENV)/.installed-dev            ## run the property-based tests on new random examples, 20 times as many (15 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 -m hypothesis --hypothesis-profile explore $(ARGS)
 
-test-quickstart: $(VENV)/.installed-dev            ## run the quickstart on three seeds and a control (about 12 minutes)
+test-quickstart: $(VENV)/.installed-dev            ## run the quickstart on three seeds and a control (10 minutes)
 	$(VENV)/bin/python -m pytest -rP -m slow tests/test_quickstart.py $(ARGS)
 
 test-recovery: $(VENV)/.installed-dev            ## resume killed and stopped runs, and runs without disk space or memory, bit-identically; diagnose stalls (10 minutes)

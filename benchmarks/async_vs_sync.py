@@ -170,14 +170,14 @@ def main() -> None:
 
 
 @contextmanager
-def served(model: str, device: str = "cpu") -> Iterator[tuple[str, psutil.Process]]:
+def served(model: str, device: str = "cpu", threads: int = 1) -> Iterator[tuple[str, psutil.Process]]:
     """Serve a model in another process; the tiny one is made if there is none."""
     if not Path(model).exists():
         write_tiny(model)
     with hold_port() as held:
         port = str(port_of(held))
     command = [sys.executable, "-m", "arealite.server", "--model-path", model, "--port", port, "--slots", "128"]
-    command += ["--device", device]
+    command += ["--device", device, "--threads", str(threads)]
     ours = os.getpid()
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, preexec_fn=lambda: die_with_parent(ours))
     try:

@@ -9,10 +9,10 @@ term. Cases: `fixed`, 64 tokens; `early`, lognormal with a mean of 16, at most 6
 that happens between two: sampling, rewards, update, and here the publication of weights to the server. TRL is installed
 at the first run (`.venv-trl`, the newest with our torch and transformers), unless `--peer` names an interpreter.
 
-Threads: TRL has `--peer-threads`; our trainer as many when it is synchronous, and waits while the server samples with
-one; asynchronous one each. Ratios are of seconds per token within a round, by the clock and by the CPU time of all
-processes (on a busy machine only the latter says something); medians and extremes are printed. `--curve`: the mean
-reward, the share of even token ids, after 30 steps of three seeds.
+Threads: TRL has `--peer-threads`; our trainer as many and the server one less when they take turns (synchronous), as a
+launcher gives them; asynchronous one each. Ratios are of seconds per token within a round, by the clock and by the CPU
+time of all processes (on a busy machine only the latter says something); medians and extremes are printed. `--curve`:
+the mean reward, the share of even token ids, after 30 steps of three seeds.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from async_vs_sync import MODES, WARM_UP, Case, batches, configured, make_actor,
 from circumstances import options, report
 
 from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.utils.cores import own_cores
 
 REPOSITORY = Path(__file__).parents[1]
 CASES = tuple(
@@ -46,6 +47,7 @@ CASES = tuple(
 CURVE = Case("curve", 16, group=8)
 CURVE_STEPS, CURVE_SEEDS, CURVE_LR = 30, (1, 2, 3), 2e-3
 SIDES = (*MODES, "trl")
+Servers = dict[str, tuple[str, psutil.Process]]
 SHARES = ("rollout", "train", "weights", "server", "trainer")
 
 
@@ -105,20 +107,20 @@ def install_peer() -> str:
 
 
 class Ours:
-    """Our trainer in this process, with a server in another."""
+    """Our trainer in this process, with a server in another for each mode."""
 
-    def __init__(self, actor: FSDPPPOActor, address: str, server: psutil.Process, folder: str, seed: int = 1) -> None:
-        self._actor, self._address, self._server, self._folder, self._seed = actor, address, server, folder, seed
+    def __init__(self, actor: FSDPPPOActor, servers: Servers, folder: str, seed: int = 1) -> None:
+        self._actor, self._servers, self._folder, self._seed = actor, servers, folder, seed
         self._trials = itertools.count()
 
     def step(self, case: Case, mode: str, *, steps: int, threads: int, warm_up: int = WARM_UP) -> dict[str, Any]:
         """Take so many steps in a mode, and return what they took."""
-        is_async = mode == "asynchronous"
+        is_async, (address, server) = mode == "asynchronous", self._servers[mode]
         torch.set_num_threads(1 if is_async else threads)
         config = configured(
             f"{self._folder}/model",
             *("actor.proximal=current", f"seed={self._seed}", f"async_training={str(is_async).lower()}"),
-            f"rollout.server_addrs=[{self._address}]",
+            f"rollout.server_addrs=[{address}]",
             f"cluster.fileroot={self._folder}",
             f"trial_name={case.name}-{mode}-{self._seed}-{next(self._trials)}",
             case=case,
@@ -130,7 +132,7 @@ class Ours:
             tokens.append(int(batch["loss_mask"].sum()))
             rewards.append(batch["rewards"].mean().item())
 
-        found = train(case, config, self._actor, self._server, steps=steps, warm_up=warm_up, on_batch=note)
+        found = train(case, config, self._actor, server, steps=steps, warm_up=warm_up, on_batch=note)
         shares = {name: found[name] for name in SHARES}
         wall_s, used = steps / found["steps_per_s"], found["server"] + found["trainer"]
         return {"wall_s": wall_s, "cpu_s": wall_s * used, "tokens": sum(tokens[-steps:]), "rewards": rewards, **shares}
@@ -165,7 +167,7 @@ def measure(case: Case, ours: Ours, python: str, model: str, lr: float, args: ar
     return result
 
 
-def curve(server: tuple[str, psutil.Process], folder: str, python: str, threads: int) -> dict[str, Any]:
+def curve(servers: Servers, folder: str, python: str, threads: int) -> dict[str, Any]:
     """Return the mean reward of the last 5 of 30 steps of every side and seed."""
     ends: dict[str, list[float]] = {side: [] for side in SIDES}
     model = f"{folder}/model"
@@ -174,7 +176,7 @@ def curve(server: tuple[str, psutil.Process], folder: str, python: str, threads:
             ends["trl"].append(end_of(trl.step(CURVE_STEPS)["rewards"]))
         for mode in MODES:
             actor = make_actor(model, f"actor.optimizer.lr={CURVE_LR}", "actor.proximal=current")
-            ours = Ours(actor, *server, folder, seed=seed)
+            ours = Ours(actor, servers, folder, seed=seed)
             found = ours.step(CURVE, mode, steps=CURVE_STEPS - 1, threads=threads, warm_up=1)
             ends[mode].append(end_of(found["rewards"]))
             actor.destroy()
@@ -198,25 +200,29 @@ def main() -> None:
     parser.add_argument("--peer-threads", type=int, default=os.cpu_count(), help="of TRL, and of our trainer by itself")
     args = parser.parse_args()
     python = args.peer or install_peer()
-    with tempfile.TemporaryDirectory() as folder, served(f"{folder}/model") as (address, server):
+    torch.set_num_threads(args.peer_threads)
+    own_cores()  # as a trainer with so many threads finds and binds them
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        threads = {"synchronous": max(1, args.peer_threads - 1), "asynchronous": 1}
+        servers = {mode: stack.enter_context(served(f"{folder}/model", threads=threads[mode])) for mode in MODES}
         results: Iterator[dict[str, Any]]
         if args.curve:
-            results = iter([curve((address, server), folder, python, args.peer_threads)])
+            results = iter([curve(servers, folder, python, args.peer_threads)])
         else:
             cases = [case for case in CASES if args.case is None or case.name in args.case]
-            results = measured(cases, (address, server), folder, python, args)
+            results = measured(cases, servers, folder, python, args)
         for result in results:
             report(args, result, described)
 
 
 def measured(
-    cases: Sequence[Case], server: tuple[str, psutil.Process], folder: str, python: str, args: argparse.Namespace
+    cases: Sequence[Case], servers: Servers, folder: str, python: str, args: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     """Measure one case after the other on one policy."""
     actor = make_actor(f"{folder}/model", "actor.proximal=current")
     assert actor.config.optimizer is not None
     for case in cases:
-        ours = Ours(actor, *server, folder)
+        ours = Ours(actor, servers, folder)
         yield measure(case, ours, python, f"{folder}/model", actor.config.optimizer.lr, args)
     actor.destroy()
 

@@ -26,7 +26,7 @@ from arealite.api.io_struct import ParamSpec, WeightUpdateMeta
 from arealite.engine.hf_model import checkpoint_shapes, iter_full_params, shapes_by_parameter, write_checkpoint
 from arealite.engine.lora import adapter_parameters, changing_parameters, write_adapter
 from arealite.engine.optimizer import AdamW, optimizer_state
-from arealite.engine.parallel.shards import every_parameter, gathered, is_split
+from arealite.engine.parallel.shards import every_parameter, gathered, is_split, place_in
 from arealite.utils.distributed import agreed, all_reduce, of_all_ranks, on_rank_0, raise_on_every_rank
 from arealite.utils.files import publish_folder
 from arealite.utils.fingerprint import fingerprint, fingerprints, model_fingerprint
@@ -174,7 +174,7 @@ def fingerprint_shards(model: PreTrainedModel, *, only_frozen: bool = False) -> 
             continue
         *copy, rank = mesh.get_coordinate() or ()  # with HSDP, of which copy of the model
         first_row = min(rank * -(-num_rows // mesh.size(-1)), num_rows)  # FSDP splits like torch.chunk
-        is_counted = not any(copy) and first_rank in mesh.mesh  # other ranks of t have the same
+        is_counted = not any(copy) and place_in(mesh, first_rank) is not None  # other ranks of t have the same
         local = parameter.to_local()
         values[name] = fingerprint(local, first_row * math.prod(parameter.shape[1:])) if is_counted else 0
     summands = torch.tensor([value - (value >> 63 << 64) for value in values.values()])  # int64 wraps as mod 2^64 does

@@ -48,10 +48,10 @@ class SamplingRows:
         self.top_p, self.top_k, self.min_p = top_p.to(device), top_k.to(device), min_p.to(device)
         self.stop_mask: torch.Tensor | None = None
         if any(p.min_new_tokens > 0 for p in params):
-            self.stop_mask = torch.zeros(len(rows), vocab_size, dtype=torch.bool)
-            for row, (_, _, stop_ids) in enumerate(rows):
-                self.stop_mask[row, list(stop_ids)] = True
-            self.stop_mask = self.stop_mask.to(device)
+            stop_mask = np.zeros((len(rows), vocab_size), dtype=np.bool_)
+            for row, (_, _, stop_ids) in zip(stop_mask, rows, strict=True):
+                row[list(stop_ids)] = True
+            self.stop_mask = torch.from_numpy(stop_mask).to(device)
 
 
 def sample(

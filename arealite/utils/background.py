@@ -11,9 +11,11 @@ without a timeout would keep a finished process alive. Users' calls share `Daemo
 
 import asyncio
 import logging
+import os
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Hashable, Iterable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -74,13 +76,18 @@ class BackgroundTasks:
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """A default executor for an event loop (asyncio requires the base class, of which nothing is used)."""
+    """An executor for an event loop (asyncio requires the base class, of which nothing is used)."""
 
-    def __init__(self, max_threads: int, name: str) -> None:
+    def __init__(self, max_threads: int | None, name: str) -> None:
+        """With None a call never waits for a free thread."""
         super().__init__(max_threads, name)
-        self._name = name
+        self._name, self._max_threads = name, max_threads or sys.maxsize
+        self._begin()
+        os.register_at_fork(after_in_child=self._begin)  # threads stay with the parent
+
+    def _begin(self) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._num_left = max_threads  # threads that may still be started
+        self._num_left = self._max_threads  # threads that may still be started
         self._idle = threading.Semaphore(0)  # counts threads that wait for a call
         self._lock = threading.Lock()
 
@@ -105,26 +112,17 @@ class DaemonThreads(ThreadPoolExecutor):
         self._calls.put(None)  # for the next thread
 
 
+_threads = DaemonThreads(None, "call")
+
+
 def start_thread(function: Callable[..., T], *args: Any) -> Future[T]:
-    """Call a blocking function in a thread of its own and return at once."""
-    future: Future[T] = Future()
-    threading.Thread(target=resolve, args=(future, partial(function, *args)), name="call", daemon=True).start()
-    return future
-
-
-class _OwnThread(Executor):
-    """Every call in a thread of its own."""
-
-    def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        return start_thread(partial(function, **kwargs), *args)
-
-
-_own_thread = _OwnThread()
+    """Call a blocking function in a thread that nothing else uses meanwhile, and return at once."""
+    return _threads.submit(function, *args)
 
 
 async def in_thread(function: Callable[..., T], *args: Any) -> T:
-    """Call a blocking function in a thread of its own."""
-    return await asyncio.get_running_loop().run_in_executor(_own_thread, partial(function, *args))
+    """Call a blocking function in a thread that nothing else uses meanwhile."""
+    return await asyncio.get_running_loop().run_in_executor(_threads, partial(function, *args))
 
 
 def resolve(future: Future[T], function: Callable[[], T]) -> None:

@@ -2,11 +2,15 @@
 
 They meet at the end of each operation, hundreds of times per step. If other programs want the cores, too, the scheduler
 may put two threads on one: each meeting then takes a time slice. Children and other threads are not bound.
+
+Other threads of the process compute alone: with helpers of theirs there are more threads than cores, and OpenMP then
+puts those of the trainer to sleep at each meeting, which makes a step several times as long.
 """
 
 import contextlib
 import functools
 import os
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -20,8 +24,12 @@ def own_cores() -> list[int]:
 
     Call it before anything else has computed in parallel, as it finds the threads by starting them.
     """
+    num = torch.get_num_threads()
+    other = threading.Thread(target=torch.set_num_threads, args=(1,))  # sets it for all that have not computed yet
+    other.start()
+    other.join()
     index, num_ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    num, cores = torch.get_num_threads(), sorted(os.sched_getaffinity(0), reverse=True)
+    cores = sorted(os.sched_getaffinity(0), reverse=True)
     own, takes_most = cores[index * num : (index + 1) * num], 2 * num * num_ranks > len(cores)
     is_possible = os.path.isdir(_TASKS) and "OMP_PROC_BIND" not in os.environ and not torch.cuda.is_available()
     if num == 1 or len(own) < num or not takes_most or not is_possible:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -182,3 +183,19 @@ print("over")
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "over\n", "")
+
+
+async def test_calls_take_an_idle_thread_and_never_wait_for_one() -> None:
+    """Starting a thread takes ten times as long as waking one, and an episode makes two calls per turn."""
+    threads = {await in_thread(threading.get_ident) for _ in range(20)}
+    assert len(threads) < 5, "one that has just ended a call may not count as idle yet"
+    together = threading.Barrier(40)
+    await asyncio.gather(*(in_thread(together.wait, 60) for _ in range(40)))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_starts_threads_of_its_own() -> None:
+    asyncio.run(in_thread(threading.get_ident))
+    if (child := os.fork()) == 0:
+        os._exit(asyncio.run(asyncio.wait_for(in_thread(lambda: 7), 60)))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7

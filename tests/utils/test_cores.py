@@ -53,3 +53,25 @@ def test_threads_are_left_alone(arguments: tuple[int, int], threads: int, env: d
     """One thread meets none, other processes have taken the cores, the user has chosen."""
     outside, after, _, bound = run(*arguments, threads=threads, **env)
     assert outside == after == CORES and bound == []
+
+
+OTHERS = """
+import os, threading, torch
+from arealite.utils.cores import own_cores
+own_cores()
+def compute():
+    before = len(os.listdir("/proc/self/task"))
+    torch.ones(2**20).sum()
+    print(torch.get_num_threads(), len(os.listdir("/proc/self/task")) - before)
+other = threading.Thread(target=compute)
+other.start()
+other.join()
+print(torch.get_num_threads())
+"""
+
+
+def test_other_threads_of_the_process_compute_alone() -> None:
+    """Else OpenMP would have more threads than cores, and put those to sleep that wait for each other."""
+    env = os.environ | {"OMP_NUM_THREADS": str(len(CORES))}
+    done = subprocess.run([sys.executable, "-c", OTHERS], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1", "0", str(len(CORES))]

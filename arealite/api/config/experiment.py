@@ -1,6 +1,7 @@
 """Experiments: the top level of a YAML file, its keys that follow others, and its checks."""
 
 import functools
+import os
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, cast
 
@@ -179,6 +180,19 @@ class BaseExperimentConfig(ConfigBase):
         """The kind of the servers of an experiment that has some."""
         assert self.rollout is not None, type(self)
         return KINDS[self.rollout.backend]
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether servers and trainer of one node never compute at the same time."""
+        rollout = self.rollout
+        return rollout is not None and rollout.max_head_offpolicyness == 0 and self.cluster.n_nodes == 1
+
+    @property
+    def lite_threads(self) -> int:
+        """CPU threads of an embedded server; one core is left to the trainer's requests."""
+        num_servers = self.rollout.num_servers if self.rollout and self.is_synchronous else 0
+        all_but_one = len(os.sched_getaffinity(0)) - 1
+        return self.lite.threads or max(1, all_but_one // num_servers if num_servers else 1)
 
     @property
     def has_reference(self) -> bool:

@@ -89,8 +89,9 @@ class WeightCheckConfig(ConfigBase):
 class LiteConfig(ConfigBase):
     """The embedded inference server."""
 
-    threads: PositiveInt = 1
-    """CPU threads of one server."""
+    threads: PositiveInt | None = None
+    """CPU threads of one server; None is 1, but a share of all cores less one where it and the trainer take turns
+    (synchronous, on one node)."""
     slots: PositiveInt = 64
     """Sequences decoded together."""
     context: PositiveInt = 2048

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import save_on_cpu
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils.checkpoint import checkpoint
@@ -151,14 +152,13 @@ def _gathered(parameter: torch.Tensor, dtype: torch.dtype, owner: int) -> torch.
     mesh, names = parameter.device_mesh, parameter.device_mesh.mesh_dim_names or ()
     part = parameter.to_local().to(device=mesh.device_type, dtype=dtype)
     nothing = torch.empty(parameter.shape, dtype=dtype, device="meta")
-    place_of_owner = (mesh.mesh == owner).nonzero()  # empty where other ranks have the same parts
-    if not len(place_of_owner):
+    if (place_of_owner := place_in(mesh, owner)) is None:
         return nothing
     mine = mesh.get_coordinate() or ()
     shape = _shape_before_fsdp(parameter)
     order = sorted(range(mesh.ndim), key=lambda dim: names[dim] in _OUTER)  # FSDP was the last to split
     for dim in order:
-        target, placement = int(place_of_owner[0, dim]), _placement(parameter, dim)
+        target, placement = place_of_owner[dim], _placement(parameter, dim)
         if isinstance(placement, Replicate):
             if mine[dim] != target:
                 return nothing
@@ -169,6 +169,13 @@ def _gathered(parameter: torch.Tensor, dtype: torch.dtype, owner: int) -> torch.
             return nothing
         part = joined
     return part
+
+
+@functools.lru_cache
+def place_in(mesh: DeviceMesh, rank: int) -> tuple[int, ...] | None:
+    """Return the coordinates of a rank in a mesh; None where other ranks have the same parts. `mesh.mesh` is slow."""
+    places = (mesh.mesh == rank).nonzero().tolist()
+    return tuple(places[0]) if places else None
 
 
 _OUTER = ("t", "e")  # of a mesh: split a parameter before FSDP does

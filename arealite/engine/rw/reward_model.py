@@ -33,6 +33,7 @@ class RewardModel:
         self.path = path
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.max_tokens = max_tokens
+        self._num_threads = torch.get_num_threads()  # of the trainer; threads of its process have one else
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
         self._waiting: dict[asyncio.Future[float], list[int]] = {}
         self._scoring = asyncio.Lock()
@@ -58,6 +59,7 @@ class RewardModel:
     @torch.no_grad()
     def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """Return the score of each row of token ids: the value of its last token."""
+        torch.set_num_threads(self._num_threads)
         scores = [0.0] * len(rows)
         left = sorted(range(len(rows)), key=lambda row: len(rows[row]))
         while left:

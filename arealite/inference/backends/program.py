@@ -49,6 +49,7 @@ class ServerProgram:
         flags |= self.flags | {kind.model_flag: model.path}
         flags |= {kind.sleep_flag: True} if self._shares_gpus else {}
         flags |= {kind.gpus_flag: num_gpus} if kind.gpus_flag else {}
+        flags |= {"threads": config.lite_threads} if kind.is_embedded else {}
         flags |= {**kind.fixed_flags, kind.seed_flag: self._seed + index}
         return [self.python, "-m", kind.module, *self._spelled(flags)]
 

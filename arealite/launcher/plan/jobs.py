@@ -37,7 +37,7 @@ def server_job(config: BaseExperimentConfig, placement: Placement, host: str, gp
         config.launcher.inference_server_env_vars,
         python=command[0],
         CUDA_VISIBLE_DEVICES=",".join(gpus),
-        **({"OMP_NUM_THREADS": str(config.lite.threads)} if kind.is_embedded else {}),
+        **({"OMP_NUM_THREADS": str(config.lite_threads)} if kind.is_embedded else {}),
         **(kind.sleep_env if config.rollout is not None and config.rollout.servers_sleep else {}),
     )
     return Job(placement.name, [*serve, "--", *command], env)
@@ -161,14 +161,14 @@ def _group(ranks: range) -> str:
 
 def trainer_threads(config: BaseExperimentConfig, plan: Plan, *, num_ranks: int) -> int:
     """Return how many threads each of the `num_ranks` ranks of a node gets: what was asked for, or a share of the
-    cores that servers leave; threads that compete for a core are many times slower."""
+    cores that servers leave, unless those rest meanwhile; threads that compete for a core are many times slower."""
     if config.launcher.trainer_threads is not None:
         return config.launcher.trainer_threads
     if plan.num_nodes > 1:
         return config.launcher.trainer_cpus_per_gpu
     foreign = [one for one in foreign_servers(config) if one.startswith((LOOPBACK, "localhost"))]
-    num_servers = len(plan.servers) + len(foreign) + samples_in_trainer(config)
-    cores = len(os.sched_getaffinity(0)) - num_servers * config.lite.threads
+    num_others = 0 if config.is_synchronous else len(plan.servers) + len(foreign)
+    cores = len(os.sched_getaffinity(0)) - (num_others + samples_in_trainer(config)) * config.lite_threads
     return max(1, cores // num_ranks)
 
 

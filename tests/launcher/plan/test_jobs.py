@@ -17,7 +17,7 @@ from arealite.api.config.run import RunConfig, load_run_config
 from arealite.api.errors import ConfigError
 from arealite.launcher.place.base import Job
 from arealite.launcher.place.local import LocalPlace
-from arealite.launcher.plan.jobs import mesh_lines, plan_lines, server_job, trainer_job
+from arealite.launcher.plan.jobs import mesh_lines, plan_lines, server_job, trainer_job, trainer_threads
 from arealite.launcher.plan.plan import Plan, Run, checked_plan, make_plan
 from arealite.utils.devices import visible_gpus
 
@@ -240,6 +240,29 @@ def test_chosen_gpus_are_kept(load, nvidia_smi, monkeypatch):
     config = load("allocation_mode=lite.d1+d1", "actor.path=tiny", "cluster.n_gpus_per_node=8")
     slots = asyncio.run(LocalPlace().take(plan_of(config).placements))
     assert [slot.gpus for slot in slots] == [["6"], ["3"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "server", "trainer"),
+    [
+        ((), 7, 8),
+        (("rollout.max_head_offpolicyness=1",), 1, 7),
+        (("lite.threads=3",), 3, 8),
+        (("lite.threads=3", "rollout.max_head_offpolicyness=1"), 3, 5),
+        (("allocation_mode=lite.d2+d2",), 3, 4),
+        (("cluster.n_nodes=2",), 1, 4),
+    ],
+    ids=str,
+)
+def test_servers_and_trainers_that_take_turns_share_cores(load, monkeypatch, words, server, trainer):
+    """Servers leave one core to the trainer's requests."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
+    config = load("allocation_mode=lite.d1+d1", "actor.path=tiny", *words)
+    plan = checked_plan(config)
+    assert config.lite_threads == server
+    job = server_job(config, plan.servers[0], "h", [])
+    assert job.env["OMP_NUM_THREADS"] == str(server) and f"--threads {server}" in " ".join(job.command)
+    assert trainer_threads(config, plan, num_ranks=len(plan.trainers)) == trainer
 
 
 def test_a_server_in_the_trainers_process(load, monkeypatch):
