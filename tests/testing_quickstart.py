@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "quickstart"))
 from tiny_model import CHAT_TEMPLATE, END, PAD, ROLES, make_tiny_model, texts_for, train_tokenizer, write_tiny_model
 from tiny_vision_model import make_tiny_vision_model
 from word_problems import PATH as WORD_PROBLEMS
-from word_problems import is_held_out, pairs, rows
+from word_problems import curriculum, is_held_out, pairs, rows
 
 __all__ = [
     "CHAT_TEMPLATE",
@@ -16,6 +16,7 @@ __all__ = [
     "PAD",
     "ROLES",
     "WORD_PROBLEMS",
+    "curriculum",
     "is_held_out",
     "make_tiny_model",
     "make_tiny_vision_model",

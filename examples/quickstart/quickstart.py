@@ -26,6 +26,7 @@ from arealite.viewer.report import write_report
 EXAMPLES = Path(__file__).parents[1] / "arealite"
 SFT_STEPS = 500
 """Enough for correct written steps on all three tested seeds."""
+SFT_BATCH = 24
 UNCHECKED = "launcher.preflight=false"  # model and data are generated
 
 
@@ -49,16 +50,15 @@ def quickstart(overrides: Sequence[str]) -> int:
     console.rule("[bold]2/3[/bold] supervised fine-tuning: it learns the steps, and mostly to skip them")
     sft_began = time.monotonic()
     sft_trial = f"{config.trial_name}-sft"
-    data = config.train_dataset.path
+    data, num_rows = config.train_dataset.path, sft_steps * SFT_BATCH
+    if data == word_problems.PATH:
+        data = f"{word_problems.CURRICULUM}?train={num_rows}&written={num_rows * 4 // 5}"
     status = local.main(
         [
             *(str(EXAMPLES / "gsm8k_sft.py"), "--config", str(EXAMPLES / "configs" / "gsm8k_sft_cpu.yaml")),
             *(f"experiment_name={config.experiment_name}", f"trial_name={sft_trial}"),
             *(f"cluster.fileroot={config.cluster.fileroot}", f"seed={config.seed}"),
-            *(
-                f"model.path={model}",
-                f"train_dataset.path={word_problems.CURRICULUM if data == word_problems.PATH else data}",
-            ),
+            *(f"model.path={model}", f"train_dataset.path={data}", f"train_dataset.batch_size={SFT_BATCH}"),
             *(f"total_train_steps={sft_steps}", "evaluator.freq_steps=250", UNCHECKED),
         ],
     )

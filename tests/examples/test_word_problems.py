@@ -5,7 +5,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from testing_quickstart import is_held_out, pairs, rows
+from testing_quickstart import curriculum, is_held_out, pairs, rows
 
 GAINED = ("finds", "buys", "gets", "wins", "brings", "adds")
 LOST = ("loses", "gives", "sells", "drops", "takes", "borrows")
@@ -49,6 +49,13 @@ def test_rows_are_a_function_of_options_seed_and_split() -> None:
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == "0d86c9a45ab61f47", (
         "published numbers hold for these problems"
     )
+
+
+def test_a_curriculum_has_the_same_questions_and_begins_with_answers_that_write_the_steps() -> None:
+    mixed, ordered = rows("train", seed=1, train=300), curriculum("train", seed=1, train=300, written=200)
+    assert [row["question"] for row in ordered] == [row["question"] for row in mixed]
+    assert all("\n" in row["answer"] for row in ordered[:200]) and ordered[200:] == mixed[200:]
+    assert curriculum("test", seed=1, test=100, written=200) == rows("test", seed=1, test=100)
 
 
 def test_splits_never_meet_and_no_question_comes_twice() -> None:
