@@ -52,7 +52,7 @@ MAY_IMPORT = {
 ROOM_CEILINGS = {
     "__init__.py": 93,
     "agent": 1570,
-    "algorithms": 900,
+    "algorithms": 902,
     "api": 2827,
     "chat": 654,
     "cli": 1960,
@@ -76,9 +76,9 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 29390,
+    "code of the package": 29392,
     "files of a GRPO run": 140,
-    "code of a GRPO run": 18585,
+    "code of a GRPO run": 18587,
     "import depth": 18,
     "keys of a GRPO config": 366,
     "lines of pages": 5865,

@@ -314,7 +314,8 @@ def gather_logprobs_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logprobs of `gather_logprobs` and the entropies `[N]` of the whole softmax, 0 without `with_entropy`.
 
-    Entropies carry a gradient only with `entropy_grad`. With the bool mask `needed [N]`, others are not computed but 0.
+    Entropies carry a gradient only with `entropy_grad`. Both are 0 outside of the bool mask `needed [N]`, and on a CPU
+    not computed.
     """
     split, hidden_NH = logits.split or Split(len(labels)), logits.hidden_NH
     each = len(hidden_NH)
@@ -322,8 +323,8 @@ def gather_logprobs_entropy(
         own = slice(dist.get_rank(split.tokens) * each, (dist.get_rank(split.tokens) + 1) * each)
         labels, kept, needed = labels[own], _of_tokens(kept, own), None if needed is None else needed[own]
         hidden_NH = hidden_NH[: len(labels)]  # without the padding that ends the tokens
-    num_own = len(labels)
-    if needed is not None:
+    num_own, rows_N = len(labels), None
+    if needed is not None and needed.device.type == "cpu":  # on a GPU the host would wait for the number of rows
         rows_N = needed.nonzero()[:, 0]
         hidden_NH, labels, kept = hidden_NH.index_select(0, rows_N), labels[rows_N], _of_tokens(kept, needed)
     if split.first_id:  # ids count from the first one of this rank's part
@@ -332,8 +333,10 @@ def gather_logprobs_entropy(
     scale, softcap, group = logits.scale, logits.softcap, split.vocabulary
     settings = _Settings(temperature, scale, softcap, with_entropy, entropy_grad, group)
     found = _LogprobsAndEntropy.apply(hidden_NH, logits.weight_VH, logits.bias_V, labels, kept, settings)
-    if needed is not None:
+    if rows_N is not None:
         found = tuple(one.new_zeros(num_own).index_copy(0, rows_N, one) for one in found)
+    elif needed is not None:
+        found = tuple(one.masked_fill(~needed, 0.0) for one in found)
     if split.tokens is None:
         return found
     logprobs_N, entropy_N = (rows_of_all(one, split.tokens, each, split.num_tokens) for one in found)
@@ -362,8 +365,7 @@ def packed_logprobs(
 ) -> torch.Tensor:
     """Return the logprob `[N]` of each of `input_ids [N]`, from logits and `cu_seqlens [B + 1]`.
 
-    `kept` has the set that each of `input_ids` was sampled from. Tokens outside of the bool `mask [N]` are not computed
-    but 0.
+    `kept` has the set that each of `input_ids` was sampled from. Tokens outside of the bool `mask [N]` are 0.
     """
     return packed_logprobs_entropy(
         logits, input_ids, cu_seqlens, temperature, kept=kept, mask=mask, with_entropy=False
