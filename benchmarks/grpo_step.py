@@ -27,6 +27,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,9 @@ class Ours:
         """Take so many steps in a mode, and return what they took."""
         is_async, (address, server) = mode == "asynchronous", self._servers[mode]
         torch.set_num_threads(1 if is_async else threads)
+        other = threading.Thread(target=torch.set_num_threads, args=(1,))  # again, as `own_cores` does
+        other.start()
+        other.join()
         config = configured(
             f"{self._folder}/model",
             *("actor.proximal=current", f"seed={self._seed}", f"async_training={str(is_async).lower()}"),
