@@ -27,7 +27,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from async_vs_sync import MODES, WARM_UP, Case, batches, configured, make_actor,
 from circumstances import options, report
 
 from arealite.engine.ppo.actor import FSDPPPOActor
-from arealite.utils.cores import own_cores
+from arealite.utils.cores import compute_with, own_cores
 
 REPOSITORY = Path(__file__).parents[1]
 CASES = tuple(
@@ -117,10 +116,7 @@ class Ours:
     def step(self, case: Case, mode: str, *, steps: int, threads: int, warm_up: int = WARM_UP) -> dict[str, Any]:
         """Take so many steps in a mode, and return what they took."""
         is_async, (address, server) = mode == "asynchronous", self._servers[mode]
-        torch.set_num_threads(1 if is_async else threads)
-        other = threading.Thread(target=torch.set_num_threads, args=(1,))  # again, as `own_cores` does
-        other.start()
-        other.join()
+        compute_with(1 if is_async else threads)
         config = configured(
             f"{self._folder}/model",
             *("actor.proximal=current", f"seed={self._seed}", f"async_training={str(is_async).lower()}"),

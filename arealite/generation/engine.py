@@ -23,7 +23,7 @@ from arealite.generation.model_runner import ModelRunner
 from arealite.generation.request import FinishReason, GenerationError, GenerationRequest, GenerationResult
 from arealite.generation.sampler import SamplingRows, kept_ids, sample
 from arealite.generation.scheduler import Prefill, Scheduler, Sequence, SlotTable
-from arealite.utils import heartbeat, trace
+from arealite.utils import cores, heartbeat, trace
 from arealite.utils.background import resolve
 from arealite.utils.images import placeholder_mask
 from arealite.utils.token_ids import StopStrings
@@ -209,7 +209,7 @@ class GenerationEngine:
     # Called from the engine's thread
 
     def _run(self) -> None:
-        torch.set_num_threads(self._threads)
+        cores.compute_with(self._threads)
         try:
             with torch.inference_mode():
                 while not self._is_closing:

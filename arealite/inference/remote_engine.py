@@ -190,7 +190,6 @@ class RemoteInferenceEngine(InferenceEngine):
     def _start_colocated(self, config: ColocatedConfig, secret: str | None) -> str:
         """Start the server of this process and return its address; its end wakes the thread that waits for a batch."""
         allow_stale_kv, executor = self.config.pause_mode == "in_place", self._require_executor()
-        config.threads = config.threads or 1
         self.colocated = ColocatedServer(config, allow_stale_kv=allow_stale_kv, seed=self.config.seed, secret=secret)
         self.colocated.stopped.add_done_callback(lambda _: executor.ask_to_catch_up())
         return self.colocated.address

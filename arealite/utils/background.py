@@ -21,6 +21,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+MAX_IDLE = 32  # threads that wait for the next call; traces of a stall show a hundred at most
 
 
 async def gathered(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -82,19 +83,21 @@ class DaemonThreads(ThreadPoolExecutor):
         """With None a call never waits for a free thread."""
         super().__init__(max_threads, name)
         self._name, self._max_threads = name, max_threads or sys.maxsize
-        self._begin()
-        os.register_at_fork(after_in_child=self._begin)  # threads stay with the parent
+        self.begin()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Forget all threads, as a forked child must."""
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._num_left = self._max_threads  # threads that may still be started
-        self._idle = threading.Semaphore(0)  # counts threads that wait for a call
+        self._num_idle = 0  # threads that wait for a call
         self._lock = threading.Lock()
 
     def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         future: Future[T] = Future()
         with self._lock:
-            if not self._idle.acquire(blocking=False) and self._num_left:
+            if self._num_idle:
+                self._num_idle -= 1
+            elif self._num_left:
                 self._num_left -= 1
                 threading.Thread(target=self._run_calls, name=self._name, daemon=True).start()
             self._calls.put(partial(resolve, future, partial(function, *args, **kwargs)))
@@ -108,11 +111,16 @@ class DaemonThreads(ThreadPoolExecutor):
         while (call := self._calls.get()) is not None:
             call()
             del call  # it would live until the next call
-            self._idle.release()
+            with self._lock:
+                if self._num_idle == MAX_IDLE:
+                    self._num_left += 1
+                    return
+                self._num_idle += 1
         self._calls.put(None)  # for the next thread
 
 
 _threads = DaemonThreads(None, "call")
+os.register_at_fork(after_in_child=_threads.begin)
 
 
 def start_thread(function: Callable[..., T], *args: Any) -> Future[T]:

@@ -18,16 +18,21 @@ import torch
 _TASKS = "/proc/self/task"
 
 
+def compute_with(num_threads: int) -> None:
+    """Let the calling thread compute with so many threads, and alone each one that has not computed yet."""
+    torch.set_num_threads(num_threads)
+    other = threading.Thread(target=torch.set_num_threads, args=(1,))  # the last call, of any thread, is for those
+    other.start()
+    other.join()
+
+
 @functools.cache
 def own_cores() -> list[int]:
     """Bind the threads of this rank and return its cores, the first for the calling thread; empty if none are bound.
 
     Call it before anything else has computed in parallel, as it finds the threads by starting them.
     """
-    num = torch.get_num_threads()
-    other = threading.Thread(target=torch.set_num_threads, args=(1,))  # sets it for all that have not computed yet
-    other.start()
-    other.join()
+    compute_with(num := torch.get_num_threads())
     index, num_ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = sorted(os.sched_getaffinity(0), reverse=True)
     own, takes_most = cores[index * num : (index + 1) * num], 2 * num * num_ranks > len(cores)

@@ -51,7 +51,7 @@ def quickstart(overrides: Sequence[str]) -> int:
     sft_began = time.monotonic()
     sft_trial = f"{config.trial_name}-sft"
     data, num_rows = config.train_dataset.path, sft_steps * SFT_BATCH
-    if data == word_problems.PATH:
+    if is_ours := data == word_problems.PATH:
         data = f"{word_problems.CURRICULUM}?train={num_rows}&written={num_rows * 4 // 5}"
     status = local.main(
         [
@@ -59,6 +59,7 @@ def quickstart(overrides: Sequence[str]) -> int:
             *(f"experiment_name={config.experiment_name}", f"trial_name={sft_trial}"),
             *(f"cluster.fileroot={config.cluster.fileroot}", f"seed={config.seed}"),
             *(f"model.path={model}", f"train_dataset.path={data}", f"train_dataset.batch_size={SFT_BATCH}"),
+            f"train_dataset.shuffle={'false' if is_ours else 'true'}",
             *(f"total_train_steps={sft_steps}", "evaluator.freq_steps=250", UNCHECKED),
         ],
     )

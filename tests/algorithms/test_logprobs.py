@@ -131,15 +131,28 @@ def test_sets_of_packed_tokens_belong_to_the_token_that_was_sampled_from_them() 
     assert packed_logprobs_entropy(of_logits(logits), input_ids, cu_seqlens, kept=kept)[0].tolist() == found.tolist()
 
 
-@given(mask=st.lists(st.booleans(), min_size=7, max_size=7), has_sets=st.booleans())
+class ElsewhereMask(torch.Tensor):
+    """A mask that says that it is on a GPU, where the host may not ask how many tokens it has."""
+
+    device = torch.device("cuda")
+    __torch_function__ = torch._C._disabled_torch_function_impl  # what is computed from it says where it is
+
+    def roll(self, shifts: int) -> torch.Tensor:
+        return super().roll(shifts).as_subclass(ElsewhereMask)
+
+
+@given(mask=st.lists(st.booleans(), min_size=7, max_size=7), has_sets=st.booleans(), is_on_gpu=st.booleans())
 @settings(max_examples=settings.default.max_examples // 4)
-def test_tokens_under_a_mask_are_as_without_it_and_others_are_0(mask: list[bool], has_sets: bool) -> None:
+def test_tokens_under_a_mask_are_as_without_it_and_others_are_0(
+    mask: list[bool], has_sets: bool, is_on_gpu: bool
+) -> None:
     tensors = output_layer(7, 30, torch.float64)
     input_ids, cu_seqlens = torch.tensor([3, 1, 2, 9, 1, 0, 29]), torch.tensor([0, 3, 7], dtype=torch.int32)
     kept = KeptSets(torch.tensor([1, 3, 0, 1, 5]), torch.tensor([0, 2, 0, 0, 3, 0, 0])) if has_sets else None
     mask_N = torch.tensor(mask)
+    given_N = mask_N.as_subclass(ElsewhereMask) if is_on_gpu else mask_N
     tokens = LazyLogits(*tensors), input_ids, cu_seqlens, 0.7
-    found = packed_logprobs_entropy(*tokens, kept=kept, mask=mask_N, entropy_grad=True)
+    found = packed_logprobs_entropy(*tokens, kept=kept, mask=given_N, entropy_grad=True)
     expected = [one * mask_N for one in packed_logprobs_entropy(*tokens, kept=kept, entropy_grad=True)]
     for ours, reference in zip(found, expected):
         torch.testing.assert_close(ours, reference, atol=1e-12, rtol=1e-12)

@@ -16,7 +16,7 @@ import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
-from arealite.utils.background import BackgroundTasks, DaemonThreads, gathered, in_thread
+from arealite.utils.background import MAX_IDLE, BackgroundTasks, DaemonThreads, gathered, in_thread
 
 logger = logging.getLogger("arealite.test")
 SECRET = "0123456789abcdef"
@@ -191,6 +191,9 @@ async def test_calls_take_an_idle_thread_and_never_wait_for_one() -> None:
     assert len(threads) < 5, "one that has just ended a call may not count as idle yet"
     together = threading.Barrier(40)
     await asyncio.gather(*(in_thread(together.wait, 60) for _ in range(40)))
+    async with asyncio.timeout(60):
+        while sum(one.name == "call" for one in threading.enumerate()) > MAX_IDLE:
+            await asyncio.sleep(0.001)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

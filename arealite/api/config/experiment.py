@@ -182,15 +182,17 @@ class BaseExperimentConfig(ConfigBase):
         return KINDS[self.rollout.backend]
 
     @property
-    def is_synchronous(self) -> bool:
-        """Whether servers and trainer of one node never compute at the same time."""
+    def lite_takes_turns(self) -> bool:
+        """Whether embedded servers and the trainer, in processes of one node, never compute at the same time."""
         rollout = self.rollout
-        return rollout is not None and rollout.max_head_offpolicyness == 0 and self.cluster.n_nodes == 1
+        if rollout is None or rollout.backend != "lite" or rollout.colocated is not None:
+            return False
+        return rollout.max_head_offpolicyness == 0 and self.cluster.n_nodes == 1
 
     @property
     def lite_threads(self) -> int:
         """CPU threads of an embedded server; one core is left to the trainer's requests."""
-        num_servers = self.rollout.num_servers if self.rollout and self.is_synchronous else 0
+        num_servers = self.rollout.num_servers if self.rollout and self.lite_takes_turns else 0
         all_but_one = len(os.sched_getaffinity(0)) - 1
         return self.lite.threads or max(1, all_but_one // num_servers if num_servers else 1)
 
@@ -222,7 +224,8 @@ class BaseExperimentConfig(ConfigBase):
             rollout.num_servers = rollout.num_servers or mode.gen_dp_size
             rollout.weight_update = rollout.weight_update or ("disk" if mode.takes_turns else "broadcast")
             path = self.trained[1].path
-            rollout.colocated = ColocatedConfig(path=path, **vars(self.lite)) if mode.is_colocated else None
+            block: dict[str, Any] = vars(self.lite) | {"path": path, "threads": self.lite.threads or 1}
+            rollout.colocated = ColocatedConfig(**block) if mode.is_colocated else None
 
     def check(self) -> None:
         """Refuse contradictions; experiments add their own."""

@@ -90,8 +90,8 @@ class LiteConfig(ConfigBase):
     """The embedded inference server."""
 
     threads: PositiveInt | None = None
-    """CPU threads of one server; None is 1, but a share of all cores less one where it and the trainer take turns
-    (synchronous, on one node)."""
+    """CPU threads of one server; None is 1, but a share of all cores less one where it and the trainer, another process
+    of its node, take turns (synchronous)."""
     slots: PositiveInt = 64
     """Sequences decoded together."""
     context: PositiveInt = 2048

@@ -12,6 +12,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from arealite.engine.hf_model import is_classifier, load_whole_model, model_config, values_of
+from arealite.utils import cores
 from arealite.utils.background import in_thread
 from arealite.utils.hf import require_same_vocabulary
 
@@ -33,7 +34,7 @@ class RewardModel:
         self.path = path
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.max_tokens = max_tokens
-        self._num_threads = torch.get_num_threads()  # of the trainer; threads of its process have one else
+        self._num_threads = torch.get_num_threads()  # of the trainer; else a thread computes alone
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
         self._waiting: dict[asyncio.Future[float], list[int]] = {}
         self._scoring = asyncio.Lock()
@@ -59,7 +60,8 @@ class RewardModel:
     @torch.no_grad()
     def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """Return the score of each row of token ids: the value of its last token."""
-        torch.set_num_threads(self._num_threads)
+        if torch.get_num_threads() != self._num_threads:
+            cores.compute_with(self._num_threads)
         scores = [0.0] * len(rows)
         left = sorted(range(len(rows)), key=lambda row: len(rows[row]))
         while left:

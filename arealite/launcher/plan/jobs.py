@@ -167,8 +167,8 @@ def trainer_threads(config: BaseExperimentConfig, plan: Plan, *, num_ranks: int)
     if plan.num_nodes > 1:
         return config.launcher.trainer_cpus_per_gpu
     foreign = [one for one in foreign_servers(config) if one.startswith((LOOPBACK, "localhost"))]
-    num_others = 0 if config.is_synchronous else len(plan.servers) + len(foreign)
-    cores = len(os.sched_getaffinity(0)) - (num_others + samples_in_trainer(config)) * config.lite_threads
+    num_servers = 0 if config.lite_takes_turns else len(plan.servers) + len(foreign) + samples_in_trainer(config)
+    cores = len(os.sched_getaffinity(0)) - num_servers * config.lite_threads
     return max(1, cores // num_ranks)
 
 

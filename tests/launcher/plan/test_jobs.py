@@ -265,6 +265,16 @@ def test_servers_and_trainers_that_take_turns_share_cores(load, monkeypatch, wor
     assert trainer_threads(config, plan, num_ranks=len(plan.trainers)) == trainer
 
 
+def test_servers_that_compute_beside_the_trainer_keep_cores(load, monkeypatch):
+    """Whatever the bound: one in its process has a core, and SGLang's scheduler never rests."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
+    for mode in ("lite.d1|d1", "sglang.d1+d1"):
+        config = load(f"allocation_mode={mode}", "actor.path=tiny")
+        plan = make_plan(config)
+        assert trainer_threads(config, plan, num_ranks=1) == 7, mode
+    assert load("allocation_mode=lite.d1|d1", "actor.path=tiny").rollout.colocated.threads == 1
+
+
 def test_a_server_in_the_trainers_process(load, monkeypatch):
     """It is no job; with one device it gets that of the trainer, and on the CPU it has threads of its own."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
