@@ -53,7 +53,7 @@ ROOM_CEILINGS = {
     "__init__.py": 93,
     "agent": 1570,
     "algorithms": 902,
-    "api": 2830,
+    "api": 2831,
     "chat": 654,
     "cli": 1960,
     "core": 2197,
@@ -76,9 +76,9 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 29405,
+    "code of the package": 29406,
     "files of a GRPO run": 140,
-    "code of a GRPO run": 18598,
+    "code of a GRPO run": 18599,
     "import depth": 18,
     "keys of a GRPO config": 366,
     "lines of pages": 5865,

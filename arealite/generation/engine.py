@@ -209,8 +209,8 @@ class GenerationEngine:
     # Called from the engine's thread
 
     def _run(self) -> None:
-        cores.compute_with(self._threads)
         try:
+            cores.compute_with(self._threads)
             with torch.inference_mode():
                 while not self._is_closing:
                     self._run_inbox()

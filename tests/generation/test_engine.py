@@ -204,6 +204,18 @@ def test_an_error_in_the_forward_pass_fails_everyone_once_and_for_all() -> None:
     engine.close()
 
 
+def test_a_thread_that_cannot_start_fails_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(threads: int) -> None:
+        raise RuntimeError(f"no {threads} cores")
+
+    monkeypatch.setattr(engine_module.cores, "compute_with", fail)
+    engine = GenerationEngine(ModelRunner(build(config(), seed=0), slots=2, context=64))
+    with pytest.raises(GenerationError, match="no 1 cores"):
+        engine.stopped.result(120)
+    with pytest.raises(GenerationError):
+        engine.submit(request([5]))
+
+
 def test_a_step_that_hangs_does_not_keep_others_from_closing(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -107,6 +107,8 @@ class LiteConfig(ConfigBase):
 class ColocatedConfig(LiteConfig):
     """The embedded server in the trainer's process, on its device."""
 
+    threads: PositiveInt = 1
+    """CPU threads; filled in from `lite.threads`."""
     path: str = ""
     """Hugging Face folder or hub id of the model that is trained."""
 
