@@ -89,16 +89,16 @@ class DaemonThreads(ThreadPoolExecutor):
         """Forget all threads, as a forked child must."""
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._num_left = self._max_threads  # threads that may still be started
-        self._num_idle = 0  # threads that wait for a call
+        self._num_spare = 0  # threads that wait for a call, less the calls that wait for a thread
         self._lock = threading.Lock()
 
     def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         future: Future[T] = Future()
         with self._lock:
-            if self._num_idle:
-                self._num_idle -= 1
-            elif self._num_left:
+            self._num_spare -= 1
+            if self._num_spare < 0 and self._num_left:
                 self._num_left -= 1
+                self._num_spare += 1
                 threading.Thread(target=self._run_calls, name=self._name, daemon=True).start()
             self._calls.put(partial(resolve, future, partial(function, *args, **kwargs)))
         return future
@@ -112,10 +112,10 @@ class DaemonThreads(ThreadPoolExecutor):
             call()
             del call  # it would live until the next call
             with self._lock:
-                if self._num_idle == MAX_IDLE:
+                if self._num_spare == MAX_IDLE:
                     self._num_left += 1
                     return
-                self._num_idle += 1
+                self._num_spare += 1
         self._calls.put(None)  # for the next thread
 
 

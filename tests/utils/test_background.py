@@ -149,6 +149,13 @@ def test_so_many_calls_run_at_once_and_no_more(threads: DaemonThreads) -> None:
     assert later.result(120) in running and [one.result(120) for one in calls] == [None] * 3
 
 
+def test_calls_that_queued_for_a_thread_all_run(threads: DaemonThreads) -> None:
+    may_begin = threading.Event()
+    calls = [threads.submit(may_begin.wait)] + [threads.submit(int) for _ in range(4 * MAX_IDLE)]
+    may_begin.set()
+    assert [call.result(60) for call in calls] == [True] + [0] * 4 * MAX_IDLE
+
+
 async def test_a_call_of_our_own_needs_no_free_thread(threads: DaemonThreads) -> None:
     asyncio.get_running_loop().set_default_executor(threads)
     may_end = threading.Event()
