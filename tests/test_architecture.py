@@ -60,7 +60,7 @@ ROOM_CEILINGS = {
     "dataset": 897,
     "engine": 2625,
     "generation": 901,
-    "inference": 2566,
+    "inference": 2567,
     "launcher": 2602,
     "planner": 139,
     "reward": 620,
@@ -76,9 +76,9 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 29406,
+    "code of the package": 29407,
     "files of a GRPO run": 140,
-    "code of a GRPO run": 18599,
+    "code of a GRPO run": 18600,
     "import depth": 18,
     "keys of a GRPO config": 366,
     "lines of pages": 5865,

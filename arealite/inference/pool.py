@@ -252,8 +252,10 @@ class ServerPool:
         """Record how long a server took for a completion."""
         if num_tokens >= _MIN_TOKENS:
             speed = num_tokens / max(seconds, 1e-6)
-            server.tokens_per_s = _averaged(server.tokens_per_s, speed, _NUM_AVERAGED + server.num_in_flight)
-            self._tokens_per_s = _averaged(self._tokens_per_s, speed, _NUM_USUAL)
+            count = _NUM_AVERAGED + server.num_in_flight
+            server.tokens_per_s = _averaged(server.tokens_per_s, speed, count)
+            # As many of each server, or else all are slow once the load falls, as that of all follows sooner.
+            self._tokens_per_s = _averaged(self._tokens_per_s, speed, count * max(1, len(self.serving)))
             self.usual_s = _averaged(self.usual_s, seconds, _NUM_USUAL)
             server.measured_at = self._clock()
 

@@ -43,6 +43,18 @@ def test_the_least_loaded_server_is_picked_and_rids_stick() -> None:
     assert servers.pick("r0", 1, avoid={a, c}) is c, "one to avoid is better than none"
 
 
+def test_servers_are_not_slow_because_all_have_become_faster() -> None:
+    """When the load falls, the first fast completions of many servers made each of them slower than usual, and all new
+    requests went to the few that had replied."""
+    servers = pool_of([f"s{number}" for number in range(8)])
+    for number in range(8 * 30):
+        assert servers.pick(f"r{number}", 10) is not None
+    for speed in [10] * 20 + [100] * 5:
+        for server in servers.servers:
+            servers.measure(server, speed, 1.0)
+    assert not any(servers.is_slow(server) for server in servers.servers)
+
+
 def test_a_rid_leaves_a_server_that_is_very_slow() -> None:
     """Its cached prefix saves less than the server's slowness costs."""
     servers = pool_of(["a", "b"])
