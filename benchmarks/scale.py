@@ -22,8 +22,9 @@ from typing import Any
 
 from circumstances import options, report
 
-from arealite.simulate.run import LognormalLengths, Scenario, Simulation
-from arealite.simulate.servers import ServerProfile, SimulatedServer, SimulatedSession
+from arealite.planner.scenario import LognormalLengths, Scenario, ServerProfile
+from arealite.simulate.run import Simulation
+from arealite.simulate.servers import SimulatedServer, SimulatedSession
 
 ACCOUNTS = {"free": (0.0, 0.0), "one process": (0.9e-3, 1.8e-6), "records": (0.3e-3, 0.0)}  # s per reply, per token
 RESULTS = Path(__file__).parent / "results" / "scale.jsonl"

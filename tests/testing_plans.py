@@ -7,7 +7,7 @@ from pathlib import Path
 from arealite.api.cli_args import GRPOConfig, PPOConfig, WorkersConfig, load_expr_config
 from arealite.api.config.loader import to_yaml
 from arealite.api.run_folder import RunFolder
-from arealite.cli.plan_core import Measurement, simulate
+from arealite.cli.plan_groups import Measurement, simulate
 from arealite.core.graph import DataFlowGraph
 from arealite.core.records import CallLog, CallRecord
 from arealite.launcher.plan.layout import make_layout

@@ -6,8 +6,8 @@ from pathlib import Path
 from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.api.config.loader import to_yaml
 from arealite.api.run_folder import RunFolder
-from arealite.simulate.run import LognormalLengths, Scenario, Simulation
-from arealite.simulate.servers import ServerProfile
+from arealite.planner.scenario import LognormalLengths, Scenario, ServerProfile
+from arealite.simulate.run import Simulation
 
 CONFIG = Path(__file__).parents[1] / "examples" / "arealite" / "configs" / "gsm8k_grpo_cpu.yaml"
 SERVER = ServerProfile(

@@ -24,7 +24,7 @@ FOR_LOG = "\x1e"
 _OUT_OF_MEMORY = ("can't allocate memory", "can't start new thread", "out of memory", "Cannot allocate memory")
 _LESS_MEMORY = (
     "  memory ran out: lower max_tokens_per_mb in mb_spec, use more ranks, or raise the limit of the process; "
-    "`arealite check` estimates the need"
+    "`arealite plan` estimates the need"
 )
 _MAX_CHARS = 600  # of an error in one line
 _MAX_LINES = 5  # of the user's code, of a message that is not ours, and of its notes

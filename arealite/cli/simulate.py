@@ -20,7 +20,8 @@ from arealite.planner.memory import model_shape
 from arealite.utils.files import write_atomically
 
 if TYPE_CHECKING:  # it imports torch
-    from arealite.simulate.run import Result, Scenario
+    from arealite.planner.scenario import Scenario
+    from arealite.simulate.run import Result
 
 _PAGE = Path(__file__).parents[1] / "simulate" / "page.html"
 _HEAD = "  s/step     tok/s  waits  trains  publishes  staleness  decides"
@@ -62,21 +63,27 @@ def run(args: argparse.Namespace) -> int:
     logging.disable(logging.WARNING)  # what the runtime reports of servers that die
     for name, variant in track(variants.items(), "simulating", console=Console(stderr=True), transient=True):
         result = simulate(variant)
-        rows.append({"run": name} | _row(variant, result))
+        rows.append({"run": name} | row_of(variant, result))
         drawn[name] = vars(result)
     logging.disable(logging.NOTSET)
     print("\n".join(map(json.dumps, rows) if args.json else _lines(rows, assumed)))
     if args.page:
-        data = json.dumps({"title": args.source, "rows": rows, "drawn": drawn, "assumed": assumed}, default=str)
-        template = _PAGE.read_text(encoding="utf-8")
-        write_atomically(args.page, template.replace("{{DATA}}", data.replace("<", "\\u003c")))
+        write_page(args.page, args.source, rows, drawn, assumed)
     return 0
+
+
+def write_page(page: Path, title: str, rows: Sequence[dict[str, Any]], drawn: dict[str, Any], assumed: str) -> None:
+    """Write what was simulated as an HTML page that loads nothing else."""
+    data = json.dumps({"title": title, "rows": rows, "drawn": drawn, "assumed": assumed}, default=str)
+    template = _PAGE.read_text(encoding="utf-8")
+    write_atomically(page, template.replace("{{DATA}}", data.replace("<", "\\u003c")))
 
 
 def _costs(args: argparse.Namespace) -> tuple[Callable[[Sequence[str]], "Scenario"], list[dict[str, Any]], str]:
     """Return the scenario of a config with changes, the line on the run if one was measured, and what all rests on."""
     from arealite.engine.hf_model import build_meta_model
-    from arealite.simulate.workload import estimated, learned, load_gpu, lognormal, measured, scenario
+    from arealite.planner.cost import estimated, load_gpu, lognormal, scenario
+    from arealite.simulate.workload import learned, measured
 
     folder, options = RunFolder(args.source), {"steps": args.steps, "seed": args.seed} | _failures(args.fail)
     is_run, gpu = folder.path.is_dir(), load_gpu(args.gpu) if args.gpu else None
@@ -124,7 +131,7 @@ def _variants(given: Sequence[str]) -> dict[str, Sequence[str]]:
     return {" ".join(changes) or "as is": changes for changes in ((), *itertools.product(*choices))}
 
 
-def _row(asked: "Scenario", result: "Result") -> dict[str, Any]:
+def row_of(asked: "Scenario", result: "Result") -> dict[str, Any]:
     """Return the numbers of a simulated run, and what decides its speed, or its failure."""
     decides = f"{type(result.failure).__name__}: {result.failure}"
     if not result.moments:

@@ -39,6 +39,7 @@ from arealite.engine.parallel.layers import check_sizes, with_experts
 from arealite.engine.parallel.mesh import Mesh
 from arealite.engine.parallel.pipeline import Pipeline
 from arealite.engine.parallel.shards import clip_gradients, copy_from_rank0, shard, sum_gradients
+from arealite.planner.memory import GIB, knob_of, model_shape, state_of, step_of
 from arealite.utils import cores, distributed, heartbeat, tensors, trace
 from arealite.utils.images import sees_images
 from arealite.utils.seeding import seed_everything
@@ -124,6 +125,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         self.model = hf_model.build_meta_model(self.config.path, attention, has_value_head=has_value_head)
         check_sizes(self.model, sizes)
         check_balanced(self.model, self.config)
+        self._shape = model_shape(self.model)
         self._balances = self.config.optimizer is not None and self.config.router_aux_loss_coef > 0
         num_copies, timeout = self.config.fsdp.dp_replicate, timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         self.mesh = Mesh(with_experts(self.model, sizes), self.device, timeout, num_copies=num_copies)
@@ -145,6 +147,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         self._copy_whole_model(self.config.path, self.config.init_from_scratch)
         if self.config.optimizer is not None:
             self.optimizer = make_adamw(self.model.parameters(), self.config.optimizer)
+            self.costs.optimizer = self.optimizer
             total_steps = None if ft_spec is None else ft_spec.total_train_steps
             self.lr_schedule = LRSchedule(self.optimizer, self.config.optimizer, total_steps)
             self._join_state_group()
@@ -306,6 +309,20 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         (total,) = distributed.all_reduce_numbers([sum(weights)], group=self.mesh.data)
         return micro_batches, weights, total
 
+    def _out_of_memory(self, micro_batches: Sequence[MicroBatch]) -> MemoryError:
+        """Return an error that names what needs most of a rank's memory, and the keys that change it."""
+        micro, is_trained = max(one.num_tokens for one in micro_batches), self.config.optimizer is not None
+        block, ranks, is_split = self.config, dist.get_world_size(), len(micro_batches) > 1
+        parts = state_of(block, self._shape, ranks, is_trained)
+        parts |= step_of(block, self._shape, ranks, micro, is_split=is_split, is_trained=is_trained)
+        key = "critic" if self.has_value_head else "actor" if hasattr(block, "ppo_n_minibatches") else "model"
+        largest, change = knob_of(parts, key=key, more="Use more trainer ranks in allocation_mode")
+        need = f"{largest} need {parts[largest] / GIB:.2f} of about {sum(parts.values()) / GIB:.2f} GiB"
+        problem = (
+            f"a rank must have room for a micro-batch: got out of memory with one of {micro:,} tokens, where {need}"
+        )
+        return MemoryError(f"{problem}. {change} `arealite plan` shows all terms.")
+
     @cores.taken()
     def _run(
         self,
@@ -318,8 +335,20 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
 
         Where gradients are enabled, `finish` returns a loss, and the backward pass of it times `scale` follows.
         """
-        is_training, results = torch.is_grad_enabled(), []
         weights = weights or [0.0] * len(micro_batches)
+        try:
+            return self._run_each(micro_batches, finish, weights, scale)
+        except torch.OutOfMemoryError as error:
+            raise self._out_of_memory(micro_batches) from error
+
+    def _run_each(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        finish: Callable[[torch.Tensor, TensorDict, int, float], torch.Tensor],
+        weights: Sequence[float],
+        scale: float,
+    ) -> list[torch.Tensor]:
+        is_training, results = torch.is_grad_enabled(), []
         if self._pipeline is not None:
             columns = [tensors.on_device(one.packed, self.device) for one in micro_batches]
             length = max(1, *(one.num_tokens for one in micro_batches))

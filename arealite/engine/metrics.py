@@ -11,11 +11,13 @@ import re
 import resource
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from arealite.algorithms.logprobs import trained_tokens
@@ -162,6 +164,7 @@ class UpdateCosts:
     def __init__(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype, block_size: int = 1) -> None:
         """`block_size` ranks share the work on a row; each counts the whole."""
         self._device, config, self._block_size = device, model.config.get_text_config(), block_size
+        self._model, self.optimizer = model, cast("torch.optim.Optimizer | None", None)
         self.flops_per_token = flops_per_token(model)
         heads, layers = config.num_attention_heads, config.num_hidden_layers
         self._width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -200,8 +203,8 @@ class UpdateCosts:
         """
         seconds = time.monotonic() - (self._began_s or time.monotonic())
         own, counts = sum(self._flops), [self._num_positions, self._num_positions - self._num_tokens]
-        numbers = [seconds, self._peak_gib(), -own, *self._flops]
-        seconds, peak_gib, least, *largest = all_reduce_numbers(numbers, dist.ReduceOp.MAX)
+        numbers = [seconds, self._peak_gib(), *self._held_gib(), -own, *self._flops]
+        seconds, peak_gib, weights_gib, moments_gib, least, *largest = all_reduce_numbers(numbers, dist.ReduceOp.MAX)
         of_ranks, num_positions, num_padding = all_reduce_numbers([own, *counts])
         num_ranks, busiest, whole = dist.get_world_size(), sum(largest), of_ranks / self._block_size
         self._reset()
@@ -211,8 +214,16 @@ class UpdateCosts:
             "perf/idle_share_max": 1.0 + least / busiest if busiest else 0.0,
             "perf/padding_share": num_padding / num_positions if num_positions else 0.0,
             "perf/memory_gib_max": peak_gib,
+            "perf/memory_gib_weights": weights_gib,
+            "perf/memory_gib_moments": moments_gib,
         }
         return metrics | ({"perf/mfu": whole / (num_ranks * seconds * self.peak)} if self.peak and seconds else {})
+
+    def _held_gib(self) -> tuple[float, float]:
+        """Return the memory of this rank's parameters and moments."""
+        states = [] if self.optimizer is None else self.optimizer.state.values()
+        moments = (value for state in states for value in state.values() if torch.is_tensor(value))
+        return _gib(self._model.parameters()), _gib(moments)
 
     def _peak_gib(self) -> float:
         if self._device.type != "cuda":
@@ -220,6 +231,11 @@ class UpdateCosts:
         peak_gib = torch.cuda.max_memory_allocated(self._device) / _GIB
         torch.cuda.reset_peak_memory_stats(self._device)
         return peak_gib
+
+
+def _gib(tensors: Iterable[torch.Tensor]) -> float:
+    own = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    return sum(tensor.nbytes for tensor in own) / _GIB
 
 
 def peak_flops(name: str, dtype: torch.dtype) -> float | None:

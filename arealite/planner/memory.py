@@ -9,10 +9,27 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from arealite.api.alloc_mode import ParallelSizes
+from arealite.api.cli_args import OptimizerConfig, TrainEngineConfig
 
+GIB = 2**30
 FLOAT32 = 4
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LOGITS_BLOCK, MIN_COLUMNS = 2**25, 1024  # of `algorithms/logprobs.py`: logits at once, tokens of the vocabulary in them
 _BLOCK_COPIES = 2
+_MOMENT_BYTES = {"adam": FLOAT32, "adam_bf16": 2}
+_MORE_RANKS = "{more}, use a smaller model, or {key}.fsdp.offload_params=true."
+_KNOBS = {
+    "AdamW moments": "{more}, use a smaller model, {key}.optimizer.type=adam_bf16, or {key}.fsdp.offload_params=true.",
+    "activations": "Set {key}.gradient_checkpointing=true, lower {key}.mb_spec.max_tokens_per_mb, or raise c or "
+    "t of the trainer in allocation_mode. On GPUs {key}.activation_offloading=true moves what is left to the host.",
+    "gathered weights": "Raise t of the trainer in allocation_mode, or use a smaller model.",
+    "output layer": "Raise t of the trainer in allocation_mode, or its c, or lower {key}.mb_spec.max_tokens_per_mb.",
+    "whole gradients": "Set {key}.fsdp.reduce_once=false, or t or c instead of p in allocation_mode.",
+    "servers' cache": "Lower lite.slots or lite.context.",
+    "its server": "Lower what servers take: sglang.mem_fraction_static or vllm.gpu_memory_utilization.",
+}
+
+Parts = dict[str, int]  # bytes by purpose
 
 
 @dataclass(frozen=True)
@@ -89,6 +106,59 @@ def shape_of_rank(shape: ModelShape, sizes: ParallelSizes, *, copies: int = 1) -
         vocab=-(-shape.vocab // t),
         is_stage=p > 1,
     )
+
+
+def sizes_of(block: TrainEngineConfig, ranks: int) -> ParallelSizes:
+    """Return how so many ranks divide the model of a block."""
+    return ParallelSizes.from_str(block.parallel or f"d{ranks}")
+
+
+def _of_rank(block: TrainEngineConfig, shape: ModelShape, ranks: int) -> tuple[ParallelSizes, ModelShape, int]:
+    """Return how `ranks` divide a model, what of it one has before FSDP, and over how many ranks FSDP shards that."""
+    sizes, copies = sizes_of(block, ranks), block.fsdp.dp_replicate
+    return sizes, shape_of_rank(shape, sizes, copies=copies), sizes.data * sizes.context // copies or 1
+
+
+def state_of(
+    block: TrainEngineConfig, shape: ModelShape, ranks: int, has_optimizer: bool = True, dtype: str | None = None
+) -> Parts:
+    """Return what one of the ranks of a block always holds; frozen parameters have `dtype`, or the block's."""
+    _, mine, num_shards = _of_rank(block, shape, ranks)
+    moments = _MOMENT_BYTES[(block.optimizer or OptimizerConfig()).type]
+    options = {"compute_bytes": BYTES[dtype or block.dtype], "moment_bytes": moments}
+    return training_state(mine, ranks=num_shards, has_optimizer=has_optimizer, **options)
+
+
+def step_of(
+    block: TrainEngineConfig,
+    shape: ModelShape,
+    ranks: int,
+    micro: int,
+    *,
+    is_split: bool,
+    is_trained: bool = True,
+    is_gloo: bool = False,
+) -> Parts:
+    """Return what one of the ranks of a block needs on top for a micro-batch of `micro` tokens; `is_split` says whether
+    it has several."""
+    sizes, mine, num_shards = _of_rank(block, shape, ranks)
+    return training_step(
+        mine if is_trained else replace(mine, num_layers=0, num_frozen=mine.num_parameters),
+        tokens=-(-micro // sizes.context),
+        ranks=num_shards,
+        compute_bytes=BYTES[block.dtype],
+        outer_bytes=FLOAT32 if block.cast_lm_head_to_fp32 else None,
+        accumulates=is_split and block.fsdp.reduce_once,
+        recomputes=block.gradient_checkpointing or not is_trained,
+        offloads=block.activation_offloading,
+        is_gloo=is_gloo,
+    )
+
+
+def knob_of(parts: Parts, *, key: str, more: str) -> tuple[str, str]:
+    """Return the largest part and the keys that make it smaller; `key` is that of the block, `more` asks for ranks."""
+    largest = max(parts, key=lambda name: parts[name])
+    return largest, _KNOBS.get(largest, _MORE_RANKS).format(key=key, more=more)
 
 
 def training_state(

@@ -22,64 +22,18 @@ from arealite.api.errors import AReaLiteError
 from arealite.api.io_struct import ModelRequest, ParamSpec, WeightUpdateMeta
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.engine.ppo.actor import FSDPPPOActor
-from arealite.inference.http import Json
 from arealite.inference.registry import Registry, ServerEntry
 from arealite.inference.remote_engine import RemoteInferenceEngine, Surroundings
+from arealite.planner.scenario import Scenario
 from arealite.rollout.event_loop import activity
 from arealite.rollout.prompts import Dataloader
-from arealite.simulate.servers import Lengths, ServerProfile, SimulatedServer, SimulatedSession
+from arealite.simulate.servers import SimulatedServer, SimulatedSession
 from arealite.simulate.virtual import VirtualLoop, VirtualLoopThread
 from arealite.weights.publish import publish_weights
 from arealite.workflow.trajectory import sample_group, trajectory_from_response
 
 PARTS = ("rollout", "train", "weights")  # of a step
 _LEASE_S, _SLOW_SPEED = 30.0, 0.25  # until a server that died leaves the list; of a slow one
-
-
-@dataclass(frozen=True)
-class LognormalLengths:
-    """Completions of lognormal length, cut at `most` tokens; each is a function of its seed, also after an abort."""
-
-    mean: float
-    sigma: float
-    most: int
-
-    def __call__(self, sampling: Json, prompt: int) -> int:
-        normal = random.Random(sampling.get("sampling_seed", 0)).normalvariate(0, 1)
-        length = math.exp(math.log(self.mean) - self.sigma**2 / 2 + self.sigma * normal)
-        num_before = self.most - sampling["max_new_tokens"]  # sampled before it was interrupted
-        return max(1, min(self.most, round(length)) - num_before)
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """What is simulated. Times are in seconds; tokens are simulated ones, see `ServerProfile.grain`."""
-
-    num_servers: int = 2
-    server: ServerProfile = field(default_factory=ServerProfile)
-    batch_size: int = 32  # prompts
-    group: int = 8
-    bound: int = 2
-    concurrency: int | None = None  # prompts; None is as many as the bound admits
-    lengths: Lengths = LognormalLengths(64, 0.0, 512)
-    given_lengths: Callable[[int, int], int] | None = None  # in place of them, by number of the prompt and sample
-    max_new_tokens: int = 512
-    prompt: int = 8
-    publish_s: float = 0.0  # before the servers take part
-    train_s: float = 0.1
-    train_token_s: float = 1e-5  # per token of the batch
-    reward_s: float = 0.0
-    weight_bytes: float = 1e8
-    num_buckets: int = 4
-    steps: int = 20
-    warm_up: int = 5  # steps that are not measured
-    rejected_share: float = 0.0  # of groups, by a filter
-    slow_share: float = 0.0  # of servers
-    mean_life_s: float = math.inf  # of one server
-    restart_s: float = 120.0
-    hang_share: float = 0.0  # of deaths
-    seed: int = 1
-    rollout: dict[str, Any] = field(default_factory=dict)  # other keys of `rollout`
 
 
 @dataclass

@@ -12,7 +12,7 @@ import itertools
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,30 +20,11 @@ import aiohttp
 import orjson
 
 from arealite.inference.http import Json
+from arealite.planner.scenario import Lengths, ServerProfile
 
 _FULL_SHARE = 0.97  # of the cache, above which no sequence starts
 _LATE_S = 1e-7  # by which a timer comes later than the end that it is for, as equal floats may differ
 _STEP_SLACK = 1e-3
-
-Lengths = Callable[[Json, int], int]
-"""Of sampling parameters and prompt tokens: the tokens of the completion."""
-
-
-@dataclass(frozen=True)
-class ServerProfile:
-    """What a server costs, in seconds; a simulated token stands for `grain` tokens."""
-
-    step_s: float = 0.008  # per decode step
-    sequence_s: float = 2e-5  # per running sequence and step
-    context_s: float = 1e-8  # per token in the caches and step
-    prefill_s: float = 2e-5  # per prompt token
-    request_s: float = 0.0  # per request, before its prefill
-    slots: int = 256
-    cache_tokens: float = math.inf
-    grain: int = 1
-    bytes_per_s: float = 2e10  # of a weight update
-    swap_s: float = 0.2  # to take new weights into use
-    round_trip_s: float = 0.0005
 
 
 @dataclass(eq=False)

@@ -110,7 +110,7 @@ def test_the_end_of_memory_says_what_needs_less(error: Exception) -> None:
     _, _, advice = brief(raised.value)
     assert advice == (
         "  memory ran out: lower max_tokens_per_mb in mb_spec, use more ranks, or raise the limit of the process; "
-        "`arealite check` estimates the need"
+        "`arealite plan` estimates the need"
     )
 
 

@@ -15,7 +15,7 @@ from testing_plans import SECONDS, on_one_rank, ppo_config, record, write_run
 from arealite.api.cli_args import PPOConfig
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
-from arealite.cli.plan_core import Layout, layouts, measure, simulate
+from arealite.cli.plan_groups import Layout, layouts, measure, simulate
 from arealite.core.experiments import ppo
 from arealite.core.records import CallLog, read_calls
 from arealite.launcher.plan.layout import make_layout
@@ -117,12 +117,12 @@ def test_runs_without_what_a_prediction_needs_are_refused(tmp_path: Path) -> Non
     config = ppo_config("workers={}")
     run = write_run(tmp_path / "run", config, GRAPH, SECONDS, factors=(1,))
     complaint = refusal(run, config)
-    assert complaint.startswith("costs must hold a complete step") and f": got 1 steps in {run.path}. " in complaint
+    assert (
+        complaint.startswith("--measured must hold a complete step") and f": got 1 steps in {run.path}. " in complaint
+    )
     CallLog(run.calls).append(record("actor_inf", 0, "actor", "actor", 0.0, 1.0))
     complaint = refusal(run, config)
-    assert complaint.startswith("costs must hold the calls") and f": got actor_inf in {run.path}. " in complaint
-    run.calls.unlink()
-    assert f"costs must be a run folder with calls.jsonl: got none in {run.path}. " in refusal(run, config)
+    assert complaint.startswith("--measured must hold the calls") and f": got actor_inf in {run.path}. " in complaint
 
 
 def refusal(run: RunFolder, config: PPOConfig) -> str:

@@ -33,6 +33,7 @@ import outside  # noqa: E402
 
 INTERNAL_PROGRAMS = {
     "api.script": "reads `__main__`",
+    "cli.calibrating": "what `arealite calibrate` starts",
     "cli.check.__main__": "what `arealite check` runs with another Python",
     "cli.main": "is `arealite`",
     "cli.own_trainer": "what `arealite train` starts",
@@ -66,7 +67,7 @@ def test_every_command_is_on_the_page() -> None:
     (page,) = command_pages.pages().values()
     (whole,) = re.findall(r"## `arealite`\n\n```text\n(.*?)```", page, re.DOTALL)
     commands = command_pages.commands(whole)
-    assert {"quickstart", "train", "check-loss", "plan-core", "ledger"} <= {*commands}
+    assert {"quickstart", "train", "check-loss", "plan", "ledger"} <= {*commands}
     for command in commands:
         assert f"## `arealite {command}`\n\n```text\nusage: arealite {command}" in page
     assert "## `python3 -m arealite.launcher.slurm`\n\n```text\nusage: python3 -m arealite.launcher.slurm" in page

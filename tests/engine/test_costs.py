@@ -48,7 +48,21 @@ def test_an_update_has_the_flops_that_torch_counts(start: Callable[..., Any], tm
     assert flops / 1e9 / most_s < metrics["perf/mfu"] < 20 * flops / 1e9 / most_s
     assert metrics["perf/padding_share"] == metrics["perf/idle_share"] == metrics["perf/idle_share_max"] == 0
     assert 0.1 < metrics["perf/memory_gib_max"] < 8
+    size = sum(parameter.numel() for parameter in engine.engine.model.parameters()) * 4 / 2**30
+    assert metrics["perf/memory_gib_weights"] == pytest.approx(size)
+    assert metrics["perf/memory_gib_moments"] == pytest.approx(2 * size, rel=1e-3)
     assert engine.costs.take()["perf/model_tflops"] == 0, "each update for itself"
+
+
+def test_out_of_memory_names_what_needs_most_and_the_keys_for_it(start: Callable[..., Any], tmp_path: Path) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    engine = start(FSDPLMEngine(train_config(write_model(tmp_path, tie=True), max_tokens=50)))
+    engine.engine.model.get_decoder().layers[0].register_forward_pre_hook(fail)
+    with pytest.raises(MemoryError, match="got out of memory with one of 50 tokens, where activations need") as error:
+        engine.train_lm(token_batch([50, 20]))
+    assert "Set model.gradient_checkpointing=true, lower model.mb_spec.max_tokens_per_mb" in str(error.value)
 
 
 @pytest.mark.parametrize(

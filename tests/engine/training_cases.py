@@ -101,6 +101,7 @@ def pair_batch(num_pairs: int, seed: int = 0) -> TensorDict:
 def of_update(metrics: dict[str, float]) -> dict[str, float]:
     """Return the metrics of an update but its costs, which depend on ranks and micro-batches."""
     costs = ("perf/idle_share", "perf/idle_share_max", "perf/padding_share", "perf/memory_gib_max")
+    costs += ("perf/memory_gib_weights", "perf/memory_gib_moments")
     return {key: value for key, value in metrics.items() if key not in costs}
 
 

@@ -18,7 +18,8 @@ from arealite.inference.backends.sglang import SGLangBackend
 from arealite.inference.completions import Completions
 from arealite.inference.http import Json, OutOfFilesError, ServerConnection, StatusError, deadline_in, open_session
 from arealite.inference.pool import ServerPool
-from arealite.simulate.servers import ServerProfile, SimulatedServer, SimulatedSession
+from arealite.planner.scenario import ServerProfile
+from arealite.simulate.servers import SimulatedServer, SimulatedSession
 from arealite.simulate.virtual import VirtualLoop
 
 SECRET = "s3cret"

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from testing_scenarios import H100, h100s
 
-from arealite.simulate.run import LognormalLengths, Simulation, simulate
+from arealite.planner.scenario import LognormalLengths
+from arealite.simulate.run import Simulation, simulate
 
 pytestmark = pytest.mark.slow
 

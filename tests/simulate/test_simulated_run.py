@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from testing_scenarios import random_scenario
 
-from arealite.simulate.run import LognormalLengths, Scenario, Simulation, simulate
-from arealite.simulate.servers import ServerProfile
+from arealite.planner.scenario import LognormalLengths, Scenario, ServerProfile
+from arealite.simulate.run import Simulation, simulate
 
 SPREAD = LognormalLengths(64, 1.0, 512)
 CROWDED = ServerProfile(step_s=0.01, sequence_s=2e-4)

@@ -12,34 +12,10 @@ from testing_simulated import SERVER, write_simulated
 from arealite.api.cli_args import GRPOConfig
 from arealite.api.errors import ConfigError
 from arealite.api.run_folder import RunFolder
-from arealite.planner.memory import ModelShape
-from arealite.simulate.run import Scenario, simulate
-from arealite.simulate.workload import (
-    GroupLengths,
-    _fitted,
-    estimated,
-    learned,
-    load_gpu,
-    lognormal,
-    measured,
-    scenario,
-    server_profile,
-)
-
-QWEN_1_7B = ModelShape(
-    num_parameters=1_720_574_976,
-    layer_parameters=50_336_000,
-    outer_parameters=311_166_976,
-    num_layers=28,
-    hidden=2048,
-    mlp=6144,
-    num_heads=16,
-    num_kv_heads=8,
-    head_dim=128,
-    vocab=151936,
-    has_qk_norm=True,
-    is_tied=True,
-)
+from arealite.planner.cost import scenario
+from arealite.planner.scenario import GroupLengths, Scenario
+from arealite.simulate.run import simulate
+from arealite.simulate.workload import _fitted, learned, measured
 
 
 @pytest.fixture(scope="module")
@@ -104,42 +80,6 @@ def test_a_config_gives_what_its_run_would_do(simulated: tuple[RunFolder, GRPOCo
     assert (found.bound, found.num_servers, found.concurrency, found.group, found.steps) == (5, 3, None, 8, 7)
     assert (found.server.grain, found.max_new_tokens) == (4, 256)
     assert found.train_token_s == pytest.approx(costs.train_token_s * 4 / 2)
-
-
-def test_a_server_of_an_h100_costs_what_its_roofline_says() -> None:
-    """By hand: 3.44 GB at 75 % of 3.35 TB/s and 0.4 ms; 112 KiB of keys and values per token."""
-    server = server_profile(QWEN_1_7B, load_gpu("h100"), num_gpus=1, slots=256)
-    assert server.step_s == pytest.approx(1.3696e-3 + 4e-4, rel=1e-3)
-    assert server.sequence_s == pytest.approx(3.163e-6 + 4e-6, rel=1e-3)
-    assert server.context_s == pytest.approx(114_688 / 2.5125e12, rel=1e-3)
-    assert server.prefill_s == pytest.approx(6.959e-6, rel=1e-3)
-    assert server.cache_tokens == pytest.approx(571_600, rel=1e-3)
-    two = server_profile(QWEN_1_7B, load_gpu("h100"), num_gpus=2, slots=256)
-    assert two.step_s == pytest.approx(1.3696e-3 / 2 + 4e-4 + 56 * 8e-6, rel=1e-3)
-
-
-def test_a_token_of_training_costs_its_operations(simulated: tuple[RunFolder, GRPOConfig, float]) -> None:
-    """By hand: 3.441e9 of parameters and 28 x 2 x 2048 x 4096 of attention, at 40 % of 989 TFLOPS, in each pass."""
-    config = simulated[1]
-    found = estimated(config, QWEN_1_7B, load_gpu("h100"), lognormal((2048.0, 4096.0, 0.5), 1))
-    num_passes = 3 + config.actor.gradient_checkpointing + (config.actor.proximal == "recompute") + config.has_reference
-    assert found.train_token_s == pytest.approx(num_passes * (3.44115e9 + 0.469762e9) / 3.956e14, rel=2e-3)
-    lengths = found.given_lengths
-    assert lengths is not None
-    drawn = [lengths(prompt, sample) for prompt in range(1000) for sample in range(4)]
-    assert sum(drawn) / len(drawn) == pytest.approx(4096, rel=0.05)
-
-
-def test_a_profile_of_ones_own(tmp_path: Path) -> None:
-    profile = load_gpu("a100")
-    own = tmp_path / "own.yaml"
-    own.write_text("".join(f"{key}: {value * 2:.3e}\n" for key, value in profile.items()))
-    assert load_gpu(str(own))["bandwidth"] == pytest.approx(2 * 2.04e12)
-    own.write_text("bandwidth: 1.0\nflop: 2.0\n")
-    with pytest.raises(ConfigError, match=r"must have the keys of a profile and no other: got \['all_reduce"):
-        load_gpu(str(own))
-    with pytest.raises(ConfigError, match="--gpu must be a100, cpu-2-cores, h100, h200 or a file: got b200"):
-        load_gpu("b200")
 
 
 def test_runs_that_can_not_be_learned_from_say_why(

@@ -4,8 +4,7 @@ import math
 import random
 from typing import Any
 
-from arealite.simulate.run import LognormalLengths, Scenario
-from arealite.simulate.servers import ServerProfile
+from arealite.planner.scenario import LognormalLengths, Scenario, ServerProfile
 
 GRAIN = 256
 H100 = ServerProfile(  # a 1.7B model on one GPU

@@ -44,7 +44,7 @@ def check(entry: str, argv: Sequence[str], *, preflight: Node | bool = False) ->
     if model is not None:
         longest, rows = 0, list[dict[str, Any]]()
         if (tokenizer := findings.look("tokenizer", check_tokenizer, config, model)) is not None:
-            findings.look("template", check_template, config, model, tokenizer)
+            findings.look("template", check_template, tokenizer)
             longest, rows = findings.look("data", check_data, config, model, tokenizer, names) or (0, [])
             findings.look("reward", check_reward, config, script, calls, rows, tokenizer)
         if preflight is not True:

@@ -1,17 +1,19 @@
 """Checks of the trained model, its tokenizer and chat template, and the first rows of data."""
 
-import contextlib
 import copy
+import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from arealite.api.alloc_mode import ParallelSizes
 from arealite.api.cli_args import BaseExperimentConfig as Config
-from arealite.chat.certificate import Certificate, certify
+from arealite.api.errors import ConfigError
+from arealite.chat.demonstration import turn_ends
 from arealite.chat.template import prompt_tokens
 from arealite.cli.check.findings import Findings, counted
 from arealite.dataset import load_datasets
@@ -22,9 +24,8 @@ from arealite.engine.load_balancing import check_balanced
 from arealite.engine.lora import add_adapters
 from arealite.engine.packed_attention import pick_attention
 from arealite.engine.parallel.layers import check_sizes
-from arealite.inference.backends.program import ServerProgram
-from arealite.launcher.plan.layout import foreign_servers
 from arealite.planner.memory import model_shape
+from arealite.planner.needs import context_of, positions_of
 from arealite.utils.hf import load_hf_tokenizer, load_image_processor
 from arealite.utils.images import sees_images
 
@@ -34,6 +35,16 @@ _NUM_SHOWN = 3  # to a reward function
 
 def check_model(findings: Findings, config: Config) -> PreTrainedModel:
     """Build the architecture without its weights."""
+    model = load_model(config)
+    shape = model_shape(model)
+    size = f"{shape.num_parameters / 1e6:,.3g} million parameters in {counted(shape.num_layers, 'layer')}"
+    size += f", {shape.num_frozen / shape.num_parameters:.1%} of them frozen" if shape.num_frozen else ""
+    findings.add("ok", f"{type(model).__name__}: {size}, {'tied' if shape.is_tied else 'untied'} embeddings")
+    return model
+
+
+def load_model(config: Config) -> PreTrainedModel:
+    """Return the trained model without its weights; ranks must be able to divide it."""
     key, block = config.trained
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     attention, _ = pick_attention(block.attn_impl, device, getattr(torch, block.dtype))
@@ -50,11 +61,25 @@ def check_model(findings: Findings, config: Config) -> PreTrainedModel:
     check_balanced(model, block)
     if block.lora is not None:
         add_adapters(model, block)
-    shape = model_shape(model)
-    size = f"{shape.num_parameters / 1e6:,.3g} million parameters in {counted(shape.num_layers, 'layer')}"
-    size += f", {shape.num_frozen / shape.num_parameters:.1%} of them frozen" if shape.num_frozen else ""
-    findings.add("ok", f"{type(model).__name__}: {size}, {'tied' if shape.is_tied else 'untied'} embeddings")
     return model
+
+
+def divider(model: PreTrainedModel) -> Callable[[ParallelSizes], bool]:
+    """Return a function that says whether ranks can divide a model so."""
+
+    @functools.cache
+    def divides(**sizes: int) -> bool:
+        try:
+            check_sizes(model, ParallelSizes(**sizes))
+        except ConfigError:
+            return False
+        return True
+
+    def can_divide(sizes: ParallelSizes) -> bool:
+        t, c, p, e = sizes.tensor, sizes.context, sizes.pipeline, sizes.expert  # each by itself, as it takes a while
+        return divides(tensor=t, context=c) and divides(pipeline=p) and (e == 1 or divides(data=e, tensor=t, expert=e))
+
+    return can_divide
 
 
 def check_tokenizer(findings: Findings, config: Config, model: PreTrainedModel) -> Any:
@@ -72,52 +97,16 @@ def check_tokenizer(findings: Findings, config: Config, model: PreTrainedModel) 
     return tokenizer
 
 
-def check_template(findings: Findings, config: Config, model: PreTrainedModel, tokenizer: Any) -> None:
-    """Report the chat-template certificate."""
+def check_template(findings: Findings, tokenizer: Any) -> None:
+    """Report by which tokens the chat template ends an answer."""
     if tokenizer.chat_template is None:
         text = "the tokenizer has none: prompts are plain texts, without roles"
-        return findings.add(
-            "warning", text, "Add chat_template.jinja to tokenizer_path if the model is one to chat with."
-        )
-    end_ids = _end_ids(config, model, tokenizer)
-    certificate = certify(tokenizer, end_ids=end_ids)
-    refused = f"; no {', '.join(certificate.refused)}" if certificate.refused else ""
-    if certificate.breaks:
-        (kind, change), *others = certificate.breaks.items()
-        same = f" The same with {', '.join(other for other, _ in others)}." if others else ""
-        findings.add(
-            "warning",
-            f"not append-only: with {kind}, {change}{same}{refused}",
-            "Our workflows and single turns are not affected. A multi-turn workflow of your own must keep the sampled "
-            "tokens and append only what is new to them, or use a template that never rewrites a turn "
-            "(tokenizer_path=<folder with another chat_template.jinja>).",
-        )
-    else:
-        findings.add("ok", f"append-only{refused}")
-    _check_end(findings, tokenizer, certificate, end_ids)
-    for sampled, back in list(certificate.garbled.items())[:1]:
-        text = f"{sampled!r} comes back from the tokenizer as {back!r}, so rewards see other text than was sampled"
-        findings.add("warning", text, "Use a tokenizer that keeps every character (byte-level).")
-
-
-def _check_end(findings: Findings, tokenizer: Any, certificate: Certificate, end_ids: set[int]) -> None:
-    """Check that the token after a completion ends generation."""
-    tail = certificate.after_answer
-    if certificate.end_id is None:
-        ends = ", ".join(repr(tokenizer.decode([token])) for token in sorted(end_ids)) or "no token"
-        text = f"it writes {tail!r} after an answer, where the model ends with {ends}: completions may run on"
-        fix = "Set eos_token_id in generation_config.json to the token that ends an answer, or gconfig.stop_token_ids."
-        findings.add("warning", text, fix)
-
-
-def _end_ids(config: Config, model: PreTrainedModel, tokenizer: Any) -> set[int]:
-    """Return the tokens that end generation: of tokenizer, model and generation config, and the run's stop tokens."""
-    eos: list[Any] = [tokenizer.eos_token_id, model.config.eos_token_id]
-    with contextlib.suppress(OSError):  # a model may have none
-        eos.append(GenerationConfig.from_pretrained(config.trained[1].path).eos_token_id)
-    if config.sampling is not None:
-        eos.append(config.sampling.stop_token_ids)
-    return {token for ids in eos if ids is not None for token in (ids if isinstance(ids, list) else [ids])}
+        fix = "Add chat_template.jinja to tokenizer_path if the model is one to chat with."
+        return findings.add("warning", text, fix)
+    ends = " or ".join(map(repr, map(tokenizer.decode, turn_ends(tokenizer))))
+    if ends:
+        return findings.add("ok", f"it ends an answer with {ends}")
+    findings.add("warning", "it ends an answer with no token: completions may run on", "Set gconfig.stop_token_ids.")
 
 
 def check_data(
@@ -143,7 +132,7 @@ def check_data(
             PromptLoader(rows, data.batch_size)  # refuses a batch that is larger
         what = {"rl": "prompts", "sft": "demonstrations"}.get(data.type, "pairs")
         findings.add("ok", f"{key}: the first {len(rows)} {what} have {min(lengths):,} to {max(lengths):,} tokens")
-    context = context_of(config, model)
+    context = context_of(config, positions_of(model))
     new = config.sampling.max_new_tokens if config.sampling is not None else 0
     if longest + new > context:
         is_hopeless = longest >= context
@@ -154,15 +143,6 @@ def check_data(
             "Set train_dataset.max_length, lower gconfig.max_new_tokens or raise the server's context.",
         )
     return longest, some
-
-
-def context_of(config: Config, model: PreTrainedModel) -> float:
-    """Return the longest sequence of model and servers, in tokens, by the model's config and the servers' flags."""
-    limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None)]
-    if config.rollout is not None and not foreign_servers(config):
-        limits.append(ServerProgram(config).flags.get(config.server_kind.context_flag))
-    # vLLM also takes 32k, and `auto`.
-    return min((int(str(limit)) for limit in limits if str(limit).isdecimal()), default=float("inf"))
 
 
 def _num_tokens(row: dict[str, Any], tokenizer: Any, processor: Any) -> int:

@@ -1,13 +1,17 @@
-"""`arealite plan-core` on runs of known costs."""
+"""The layouts that `arealite plan --measured` shows of runs of known costs."""
 
 import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from testing_plans import CONFIGS, SECONDS, ppo_config, write_run
 
 from arealite.api.cli_args import GRPOConfig, load_expr_config
-from arealite.cli.main import main
+from arealite.api.errors import ConfigError
+from arealite.api.run_folder import RunFolder
+from arealite.cli import plan_groups
+from arealite.cli.plan_groups import load_config
 from arealite.core.experiments import grpo, ppo
 from arealite.launcher.plan.layout import make_layout
 
@@ -18,6 +22,10 @@ KEYS = ("actor.path=/model", "async_training=false")
 def run_of(folder: Path, *keys: str, seconds: dict[str, float] = SECONDS) -> str:
     config = ppo_config("async_training=false", *keys)
     return str(write_run(folder, config, ppo(config), seconds).path)
+
+
+def show(run: str, *keys: str, config: str = PPO, devices: int | None = None) -> None:
+    plan_groups.show(Console(highlight=False), load_config(config, keys), RunFolder(run), devices)
 
 
 def rows(output: str) -> dict[str, list[str]]:
@@ -31,7 +39,7 @@ def test_the_best_layouts_are_shown_beside_that_of_the_run(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     run = run_of(tmp_path / "run", "workers={}")
-    assert main(["plan-core", PPO, *KEYS, "--costs", run, "--devices", "2"]) == 0
+    show(run, *KEYS, devices=2)
     output = capsys.readouterr().out
     assert f"3 steps of {run}, calls measured 15.000 s, predicted 15.000 s (+0.0%)" in output
     assert rows(output) == {
@@ -48,7 +56,7 @@ def test_the_layout_of_the_config_is_shown_and_the_lines_of_the_best_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = run_of(tmp_path / "run", "workers={}")
-    assert main(["plan-core", PPO, *KEYS, "workers.actor.ranks=2", "--costs", run]) == 0
+    show(run, *KEYS, "workers.actor.ranks=2")
     output = capsys.readouterr().out
     assert rows(output)["config"] == ["actor+critic 2", "8.250", "29.250", "-18.8%"]
     assert output.endswith("\nworkers:\n  actor: {ranks: 2}\n  critic: {share: actor}\n")
@@ -58,7 +66,7 @@ def test_the_lines_for_the_config_load_to_the_layout(tmp_path: Path, capsys: pyt
     keys = ("ref={}", "actor.kl_ctl=0.1")
     run = run_of(tmp_path / "run", "workers.actor.ranks=2", *keys, seconds=SECONDS | {"ref_inf": 3.0})
     more = ("workers.actor.strategy=SPREAD", "workers.restarts=5", "workers.rollout.num=2")
-    assert main(["plan-core", PPO, *KEYS, *keys, *more, "--costs", run, "--devices", "3"]) == 0
+    show(run, *KEYS, *keys, *more, devices=3)
     output = capsys.readouterr().out
     text = output[output.index("workers:\n") :]
     (tmp_path / "pasted.yaml").write_text(Path(PPO).read_text() + text)
@@ -75,7 +83,7 @@ def test_a_run_that_waits_for_servers_that_never_pause_gets_no_shorter_steps(
 ) -> None:
     config = ppo_config("workers={}")
     run = write_run(tmp_path / "run", config, ppo(config), SECONDS)
-    assert main(["plan-core", PPO, "actor.path=/model", "--costs", str(run.path), "--devices", "2"]) == 0
+    show(str(run.path), "actor.path=/model", devices=2)
     output = capsys.readouterr().out
     assert "That run waited for its servers" in output
     assert rows(output)["1"] == ["actor+critic 2", "8.250", "36.000", "+0.0%"]
@@ -87,19 +95,11 @@ def test_grpo_has_a_graph_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixtu
     config, _ = load_expr_config(argv, GRPOConfig)
     names = ("actor_inf", "advantages", "actor_train")
     run = write_run(tmp_path / "run", config, grpo(config), {name: SECONDS[name] for name in names})
-    assert main(["plan-core", argv[1], *argv[2:], "--costs", str(run.path), "--devices", "2"]) == 0
+    show(str(run.path), *argv[2:], config=argv[1], devices=2)
     assert rows(capsys.readouterr().out)["1"][:2] == ["actor 2", "3.850"]
 
 
-def test_runs_of_other_work_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_of_other_work_are_refused(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", "workers={}", "gconfig.n_samples=4")
-    assert main(["plan-core", PPO, *KEYS, "--costs", run]) == 2
-    assert f"config's gconfig.n_samples, 8: got 4 in {run}." in capsys.readouterr().err
-    assert main(["plan-core", PPO, *KEYS, "--costs", str(tmp_path)]) == 2
-    assert f"costs must be a run folder with config.yaml: got none in {tmp_path}." in capsys.readouterr().err
-
-
-def test_devices_are_above_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = run_of(tmp_path / "run", "workers={}")
-    assert main(["plan-core", PPO, *KEYS, "--costs", run, "--devices", "0"]) == 2
-    assert "--devices must be above 0: got 0." in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=f"config's gconfig.n_samples, 8: got 4 in {run}."):
+        show(run, *KEYS)

@@ -1,12 +1,12 @@
-"""`arealite plan-core`: predicts which layout of worker groups makes a step shorter, from the calls of a measured run.
+"""Predicts which layout of worker groups makes a step shorter, from the calls of a measured run.
 
 A call takes a serial part, and a parallel part times the share of the batch on its busiest rank. Not in the model:
 memory, workers that slow each other down (on a CPU, more threads than cores), and layouts that divide a model: those of
 the run and the config may, the proposed ones have data-parallel ranks.
 """
 
-import argparse
 import copy
+import functools
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,20 +45,8 @@ MAX_UNITS = 16
 _TIMERS = ("rollout", "weights", "step")
 _WAIT = 0.05  # of a step, for rollouts: with less the trainer is the bottleneck
 _NUM_SHOWN = 5
+_WORK = ("train_dataset.batch_size", "gconfig.n_samples", "gconfig.max_new_tokens", "rollout.max_head_offpolicyness")
 _CHANGE = "Give the folder of a run of this config, with workers and a declared graph."
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "arealite plan-core CONFIG.yaml --costs RUN_FOLDER [--devices N] [key=value ...]"
-    parser.description = (
-        "Simulate a step of training/ scripts in every layout: which roles share workers, and how many ranks each "
-        "group has. Seconds of calls are those that a run of the same work measured (calls.jsonl)."
-    )
-    parser.epilog = "Memory is not judged: `arealite check` plans it."
-    parser.add_argument("config", metavar="CONFIG.yaml", help="config whose workers to lay out")
-    parser.add_argument("--costs", metavar="RUN_FOLDER", required=True, help="the run to learn from")
-    parser.add_argument("--devices", metavar="N", type=int, help="of all groups (default: the config's)")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys to change")
 
 
 @dataclass(frozen=True)
@@ -76,75 +64,63 @@ class Measurement:
     """Whether servers that never pause were waited for: a shorter step would only wait longer."""
 
 
-def run(args: argparse.Namespace) -> int:
-    """Print the layouts with the shortest predicted steps, by the costs of a measured run, and return 0."""
-    config, graph = _load(args.config, args.overrides)
-    measured = _measured(RunFolder(args.costs), config, graph)
+def show(console: Console, config: BaseExperimentConfig, folder: RunFolder, num_devices: int | None) -> None:
+    """Print the layouts of worker groups with the shortest predicted steps, by the calls that a run measured."""
+    graph, theirs = graph_of(config), load_config(str(folder.config), [])
+    _check_work(folder, theirs, config)
+    measured = measure(folder, theirs, graph)
     own = make_layout(config, graph.engines)
-    num_devices = sum(group.num_ranks for group in own) if args.devices is None else args.devices
-    require(num_devices > 0, f"--devices must be above 0: got {num_devices}. Correct it.")
+    num_devices = num_devices or sum(group.num_ranks for group in own)
 
     def graph_s(layout: Layout) -> float:
         return max(end for _, end in simulate(graph, layout, measured).values())
 
     plans = [(graph_s(layout), layout, workers) for workers, layout in layouts(config, graph, num_devices)]
     plans.sort(key=lambda plan: (plan[0], sum(group.num_ranks for group in plan[1]), len(plan[1])))
-    as_run, console = graph_s(measured.layout), Console(highlight=False)
+    as_run = graph_s(measured.layout)
     error = f"predicted {as_run:.3f} s ({as_run / measured.graph_s - 1:+.1%})"
-    text = f"{measured.num_steps} steps of {args.costs}, calls measured {measured.graph_s:.3f} s"
-    console.print(f"{text}, {error}", soft_wrap=True)
+    text = f"{measured.num_steps} steps of {folder.path}, calls measured {measured.graph_s:.3f} s"
     rows = {"as run": (as_run, measured.layout)} | ({} if own == measured.layout else {"config": (graph_s(own), own)})
     rows |= {str(number): plan[:2] for number, plan in enumerate(plans[:_NUM_SHOWN], start=1)}
-    console.print(_table(rows, measured))
     parts = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in measured.timers.items() if name != "step")
     notes = [f"Steps of the run took {measured.timers['step']:.3f} s, of them {parts}."]
     notes.append(f"{SERIAL_SHARE:.0%} of each call is assumed to be serial.")
     if measured.is_bound_by_servers:
         notes.append("That run waited for its servers: no layout makes such steps shorter, more servers may.")
-    console.print("\n".join(notes), soft_wrap=True)
     block = {"workers": plans[0][2].model_dump(exclude_defaults=True)}
-    text = yaml.safe_dump(block, default_flow_style=None, sort_keys=False)
-    console.print(f"\n{text}", end="", markup=False, soft_wrap=True)
-    return 0
+    words = yaml.safe_dump(block, default_flow_style=None, sort_keys=False)
+    say = functools.partial(console.print, sep="\n", markup=False, soft_wrap=True)
+    say("", f"{text}, {error}", _table(rows, measured), *notes, "", words.rstrip())
 
 
-def _load(config_file: str, overrides: Sequence[str]) -> tuple[BaseExperimentConfig, DataFlowGraph]:
-    """Return a config, of the class of its blocks, and the graph that `training/` has for it."""
-    from arealite.core import experiments
-
+def load_config(config_file: str, overrides: Sequence[str]) -> BaseExperimentConfig:
+    """Load a config, of the class of its blocks."""
     argv = ["--config", config_file, *overrides]
     if given_value("model", config_file, overrides) is not None:
-        return load_expr_config(argv, SFTConfig)[0], experiments.sft()
-    if given_value("critic", config_file, overrides) is not None:
-        ppo = load_expr_config(argv, PPOConfig)[0]
-        return ppo, experiments.ppo(ppo)
-    grpo = load_expr_config(argv, GRPOConfig)[0]
-    return grpo, experiments.grpo(grpo)
+        return load_expr_config(argv, SFTConfig, ignore_unknown=True)[0]
+    kind = GRPOConfig if given_value("critic", config_file, overrides) is None else PPOConfig
+    return load_expr_config(argv, kind, ignore_unknown=True)[0]
 
 
-def _measured(run: RunFolder, config: BaseExperimentConfig, graph: DataFlowGraph) -> Measurement:
-    """Measure a run that did the work of a config; ranks of its groups are those of its own config."""
-    require(run.config.exists(), f"costs must be a run folder with config.yaml: got none in {run.path}. {_CHANGE}")
-    theirs, _ = _load(str(run.config), [])
-    had = _work(theirs)
-    for key, value in _work(config).items():
-        problem = f"costs must be of a run with the config's {key}, {value}: got {had.get(key)} in {run.path}."
-        require(had.get(key) == value, f"{problem} {_CHANGE}")
-    return measure(run, theirs, graph)
+def graph_of(config: BaseExperimentConfig) -> DataFlowGraph:
+    """Return the graph that `training/` has for a config."""
+    from arealite.core import experiments
+
+    if isinstance(config, PPOConfig):
+        return experiments.ppo(config)
+    return experiments.grpo(config) if isinstance(config, GRPOConfig) else experiments.sft()
 
 
-def _work(config: BaseExperimentConfig) -> dict[str, Any]:
-    """Return by key what must be equal for calls, and the wait for servers, to take equally long."""
-    key, block = config.trained
-    work = {
-        f"{key}.path": block.path,
-        f"{key}.dtype": block.dtype,
-        "train_dataset.batch_size": config.train_dataset.batch_size,
-    }
-    if config.sampling is not None and config.rollout is not None:
-        work |= {f"gconfig.{name}": getattr(config.sampling, name) for name in ("n_samples", "max_new_tokens")}
-        work["rollout.max_head_offpolicyness"] = config.rollout.max_head_offpolicyness
-    return work
+def _check_work(run: RunFolder, theirs: BaseExperimentConfig, config: BaseExperimentConfig) -> None:
+    """Refuse a run with other work, whose calls, and wait for servers, do not take equally long."""
+    for key in (*(f"{config.trained[0]}.{name}" for name in ("path", "dtype")), *_WORK):
+        had, wanted = (functools.reduce(_value, key.split("."), one) for one in (theirs, config))
+        problem = f"--measured must be of a run with the config's {key}, {wanted}: got {had} in {run.path}"
+        require(had == wanted, f"{problem}. {_CHANGE}")
+
+
+def _value(block: Any, name: str) -> Any:
+    return getattr(block, name, None)
 
 
 def measure(run: RunFolder, config: BaseExperimentConfig, graph: DataFlowGraph) -> Measurement:
@@ -152,13 +128,12 @@ def measure(run: RunFolder, config: BaseExperimentConfig, graph: DataFlowGraph) 
 
     Raises ConfigError for a run without calls, with other calls than the graph's, or without such a step.
     """
-    require(run.calls.exists(), f"costs must be a run folder with calls.jsonl: got none in {run.path}. {_CHANGE}")
     records = [one for one in read_calls(run.calls) if "." not in one.call]  # those with a dot are the master's own
     declared, recorded = {call.name for call in graph.calls if not call.is_source}, {one.call for one in records}
     require(
         declared == recorded,
-        f"costs must hold the calls of the config's graph, {listed(sorted(declared))}: got {listed(sorted(recorded))} "
-        f"in {run.path}. Give the costs of a run with the same roles, or correct the config.",
+        f"--measured must hold the calls of the config's graph, {listed(sorted(declared))}: got "
+        f"{listed(sorted(recorded))} in {run.path}. Give a run with the same roles, or correct the config.",
     )
     steps: dict[int, list[CallRecord]] = defaultdict(list)
     for one in records:
@@ -170,7 +145,7 @@ def measure(run: RunFolder, config: BaseExperimentConfig, graph: DataFlowGraph) 
     good = [n for n, calls in steps.items() if n >= begin and n in rows and Counter(one.call for one in calls) == once]
     require(
         bool(good),
-        f"costs must hold a complete step, from step {begin} on and without a call that was run again: got "
+        f"--measured must hold a complete step, from step {begin} on and without a call that was run again: got "
         f"{len(steps)} steps in {run.path}. Let the run do more steps.",
     )
     kept = [steps[number] for number in good]
