@@ -125,8 +125,8 @@ test-slurm: $(VENV)/.installed            ## train on a real Slurm cluster of fo
 test-hosts: $(VENV)/.installed            ## train by torchrun over hosts with network failures (4 minutes; skipped without root and iptables)
 	PYTHONPATH=tests $(VENV)/bin/python -m cluster.hosts
 
-test-simulate: $(VENV)/.installed-dev            ## simulate large clusters whose servers die, hang and slow down, in virtual time (2 minutes)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 -m slow tests/simulate $(ARGS)
+test-simulate: $(VENV)/.installed-dev            ## simulate large clusters whose servers die, hang and slow down, in virtual time, and calibrate this machine (3 minutes)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 -m slow tests/simulate tests/planner tests/cli/test_calibrate.py $(ARGS)
 
 test-parallel: $(VENV)/.installed-dev            ## train models over tensor, context, expert and pipeline ranks: the numbers of one rank (8 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadgroup -m slow tests/engine/parallel tests/test_parallel_runs.py $(ARGS)

@@ -73,6 +73,9 @@ class Plan:
 
         self._args, self._words = args, [*args.overrides, *([f"cluster.n_nodes={args.nodes}"] if args.nodes else [])]
         self._config = self._load({})
+        mode = self._config.allocation
+        has_ranks = self._config.workers is not None or (mode is not None and mode.train.data > 0)
+        require(has_ranks, f"allocation_mode must name trainers: got {mode}. Add e.g. +d4.")
         self._has_gpus = self._config.cluster.n_gpus_per_node > 0
         self._gpu = args.gpu or ("" if self._has_gpus else "cpu-2-cores")
         require(bool(self._gpu), "--gpu must be given for a cluster with GPUs: got none. Name one, e.g. --gpu h100.")
@@ -92,15 +95,18 @@ class Plan:
 
     def show(self, console: Console) -> bool:
         """Print the plan, and return whether the run fits."""
+        from arealite.cli.check.memory import memory_table
+
         config, needs = self._config, self._device.needs(self._config)
         say = functools.partial(console.print, soft_wrap=True, markup=False, sep="\n")
-        size = f"{self._device.shape.num_parameters / 1e6:,.0f} million parameters"
-        say(f"{config.trained[1].path}, {size}: {needs.mode} on {self._gpu}", "", needs.table())
+        millions = self._device.shape.num_parameters / 1e6
+        size = f"{millions:{',.0f' if millions > 10 else '.3g'}} million parameters"
+        say(f"{config.trained[1].path}, {size}: {needs.mode} on {self._gpu}", "", memory_table(needs))
         for verdict in needs.verdicts(self._memory, math.inf if self._has_gpus else self._memory):
             say(f"{verdict.level}: {verdict.text}. {verdict.fix}".rstrip())
         say(" ".join(self._room(needs)), "")
         fits = needs.fit(self._memory)
-        if config.workers is None and needs.mode.train.world_size > 0:
+        if config.workers is None:
             now, found = self._judge({}), list["Candidate"]()
             if now is not None:
                 say(*_seconds(now), "")
@@ -232,7 +238,8 @@ def _seconds(now: "Candidate") -> Iterator[str]:
     floors = ", ".join(f"{name} {seconds:,.1f} s" for name, seconds in step.floors.items())
     speed = f"{step.num_tokens / step.step_s:,.0f} tokens/s"
     yield f"A step of {step.num_tokens:,.0f} tokens takes {step.step_s:,.1f} s, {speed}. {_HELPS[step.decides]}"
-    yield f"Alone they take: {floors}, each with {step.publish_s:,.1f} s of publication."
+    if step.publish_s:
+        yield f"Alone they take: {floors}, each with {step.publish_s:,.1f} s of publication."
 
 
 def _largest(fits: Callable[[int], bool]) -> int:

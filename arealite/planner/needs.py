@@ -5,8 +5,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from rich.table import Column, Table
-
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import BaseExperimentConfig as Config
 from arealite.api.cli_args import TrainEngineConfig
@@ -35,7 +33,6 @@ class Verdict(NamedTuple):
     level: Level
     text: str
     fix: str = ""
-    is_slow: bool = False  # it fits, but servers wait
 
 
 @dataclass(frozen=True)
@@ -94,15 +91,15 @@ class Needs:
 
     def fit(self, memory: float) -> bool:
         """Return whether ranks have room on such devices, with a margin, and servers for a completion."""
-        host = math.inf if self.config.cluster.n_gpus_per_node else memory
-        return all(one.level == "ok" or one.is_slow for one in self.verdicts(memory, host))
+        is_known = self.server and self.config.cluster.n_gpus_per_node
+        return self.ranks_fit(memory) and (not is_known or self.cache_tokens(memory) >= self.longest)
 
     def ranks_fit(self, memory: float) -> bool:
-        """Return whether ranks alone have room, with the same margin."""
+        """Return whether ranks have room, with a margin: on a CPU all together."""
         sizes = [sum(group.on_gpu.values()) for group in self.ranks]
-        if self.config.cluster.n_gpus_per_node == 0:
-            sizes = [sum(size * group.count for size, group in zip(sizes, self.ranks, strict=True))]
-        return max(sizes) <= _TIGHT * memory
+        if self.config.cluster.n_gpus_per_node:
+            return max(sizes) <= _TIGHT * memory
+        return sum(size * group.count for size, group in zip(sizes, self.ranks, strict=True)) <= _TIGHT * memory
 
     def cache_tokens(self, gpu: float) -> int:
         """Return the tokens that fit the cache of a server of such GPUs."""
@@ -118,25 +115,7 @@ class Needs:
         if room >= asked:
             return Verdict("ok", text)
         knobs = "Raise t of the servers in allocation_mode, or lower gconfig.max_new_tokens or max_concurrent_rollouts."
-        level: Level = "problem" if room < self.longest else "warning"
-        return Verdict(level, text, knobs, is_slow=level == "warning")
-
-    def table(self) -> Table:
-        """Return the plan of the devices, in GiB, or in MiB where all of it is small."""
-        numbers = [Column(name, justify="right") for name in ("each", "all")]
-        rows = [(one.who.removeprefix("a "), one.state | one.step, one.count) for one in self.ranks]
-        rows.append(("server", self.server, self.mode.gen.world_size))
-        is_small = all(sum(parts.values()) < GIB for _, parts, _ in rows)
-        unit = GIB / 1024 if is_small else GIB
-        title = f"{'MiB' if is_small else 'GiB'} for sequences of full length"
-        table = Table(title, *numbers, box=None, pad_edge=False)
-        for name, parts, count in rows:
-            for label, size in ({name: sum(parts.values())} | parts).items():
-                if size > 0:
-                    values = (f"{value / unit:,.3f}" for value in (size, size * count))
-                    style = "bold" if label == name else ""
-                    table.add_row(label if label == name else f"  {label}", *values, style=style)
-        return table
+        return Verdict("problem" if room < self.longest else "warning", text, knobs)
 
 
 def positions_of(model: Any) -> float:

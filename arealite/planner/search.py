@@ -5,7 +5,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from arealite.api.alloc_mode import AllocationMode, ParallelSizes
 from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig, TrainEngineConfig
@@ -63,6 +63,8 @@ class Device:
             return Candidate(config, needs, Step(seconds, {"trainer": seconds}, num_tokens, seconds))
         costs, bound = estimated(config, self.shape, self.gpu, self.work), config.rollout.max_head_offpolicyness
         asked = scenario(config, costs, warm_up=bound + 2, steps=_NUM_STEPS, seed=1)
+        if "|" in config.allocation_mode:  # one side rests while the other computes
+            asked = replace(asked, bound=0)
         lengths = lengths or moments(asked)
         return Candidate(config, needs, predict(asked, lengths), asked, lengths)
 

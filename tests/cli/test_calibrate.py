@@ -60,6 +60,9 @@ def test_on_this_machine(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert shown.count("a step of decoding takes") == len(POINTS) and f"wrote {profile}" in shown
     found, (written,) = load_gpu(str(profile)), tmp_path.glob("calibrate/*/calibration.json")
     points = json.loads(written.read_text())
-    one, most = points["decode"][0][2], points["decode"][3][2]
-    assert 0 < one < most and 0 < found["step_s"] < most and found["train_s"] < points["train"][1][1]
+    assert [(number, context) for number, context, _ in points["decode"]] == [
+        (n, prompt + 32.0) for n, prompt in POINTS
+    ]
+    assert all(seconds > 0 for *_, seconds in points["decode"]) and points["publish_s"] > 0
+    assert points["train"][1][0] > 3 * points["train"][0][0] and found["mfu"] > 0
     assert main(["plan", str(CONFIG), "--gpu", str(profile), *keys]) == 0

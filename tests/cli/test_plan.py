@@ -71,6 +71,14 @@ def test_the_room_that_is_left_is_all_there_is(qwen3: str, capsys: pytest.Captur
         assert status == expected, shown
 
 
+def test_servers_on_the_trainers_devices_take_turns(qwen3: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, shown = plan(capsys, "--gpu", "h200", f"actor.path={qwen3}", "allocation_mode=sglang.d8|d8")
+    ((whole, servers, trainer),) = re.findall(
+        r"tokens takes ([\d.]+) s.*\nAlone they take: \w+ ([\d.]+) s, trainer ([\d.]+) s", shown
+    )
+    assert float(whole) == pytest.approx(float(servers) + float(trainer), abs=0.11)
+
+
 def test_fine_tuning_has_a_trainer_alone(qwen3: str, capsys: pytest.CaptureFixture[str]) -> None:
     config = str(CONFIGS / "gsm8k_sft.yaml")
     status, shown = plan(capsys, "--gpu", "a100", "--lengths", "512,0", f"model.path={qwen3}", config=config)
@@ -93,6 +101,10 @@ def test_lengths_of_a_run_and_simulated_splits(tmp_path: Path, qwen3: str, capsy
 def test_what_a_plan_can_not_use_is_refused(qwen3: str, capsys: pytest.CaptureFixture[str]) -> None:
     for words, problem in (
         ((), "--gpu must be given for a cluster with GPUs: got none."),
+        (
+            ("--gpu", "h100", "allocation_mode=sglang.d8"),
+            "allocation_mode must name trainers: got sglang.d8p1t1. Add e.g. +d4.",
+        ),
         (("--gpu", "h100", "--lengths", "long"), "--lengths must be a run's folder or MEAN,SIGMA[,PROMPT]: got long."),
     ):
         assert main(["plan", GRPO, f"actor.path={qwen3}", *words]) == 2

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from rich.table import Column, Table
 from transformers import PreTrainedModel
 
 from arealite.api.alloc_mode import AllocationMode, ParallelSizes
@@ -12,7 +13,7 @@ from arealite.engine.parallel.layers import check_sizes
 from arealite.launcher.plan.jobs import mesh_lines
 from arealite.launcher.plan.plan import make_plan
 from arealite.planner.memory import GIB, ModelShape, model_shape
-from arealite.planner.needs import block_of, longest_sequence, needs_of, positions_of, roles_beside
+from arealite.planner.needs import Needs, block_of, longest_sequence, needs_of, positions_of, roles_beside
 from arealite.utils.devices import Node
 
 _FREE = 0.85  # of a GPU: below it others use it
@@ -38,11 +39,29 @@ def check_memory(
         longest = longest_sequence(config, positions_of(model), longest_prompt)
         needs = needs_of(config, model_shape(model), longest, shapes_beside(config, model))
         for verdict in needs.verdicts(min((gpu.memory for gpu in gpus), default=None), node.memory):
-            findings.add(*verdict[:3])
+            findings.add(*verdict)
         if not findings.is_brief:
             train = AllocationMode.from_str(config.allocation_mode).train
             mesh = mesh_lines(train) if config.workers is None else []
-            findings.console.print("", needs.table(), "", *mesh, sep="\n", markup=False)
+            findings.console.print("", memory_table(needs), "", *mesh, sep="\n", markup=False)
+
+
+def memory_table(needs: Needs) -> Table:
+    """Return the plan of the devices, in GiB, or in MiB where all of it is small."""
+    numbers = [Column(name, justify="right") for name in ("each", "all")]
+    rows = [(one.who.removeprefix("a "), one.state | one.step, one.count) for one in needs.ranks]
+    rows.append(("server", needs.server, needs.mode.gen.world_size))
+    is_small = all(sum(parts.values()) < GIB for _, parts, _ in rows)
+    unit = GIB / 1024 if is_small else GIB
+    title = f"{'MiB' if is_small else 'GiB'} for sequences of full length"
+    table = Table(title, *numbers, box=None, pad_edge=False)
+    for name, parts, count in rows:
+        for label, size in ({name: sum(parts.values())} | parts).items():
+            if size > 0:
+                values = (f"{value / unit:,.3f}" for value in (size, size * count))
+                style = "bold" if label == name else ""
+                table.add_row(label if label == name else f"  {label}", *values, style=style)
+    return table
 
 
 def shapes_beside(config: Config, model: PreTrainedModel) -> dict[str, ModelShape]:
