@@ -13,7 +13,7 @@ import yaml
 from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.api.run_folder import RunFolder
 from arealite.launcher.start import start
-from arealite.planner.cost import least_squares, load_gpu, server_profile, training_s
+from arealite.planner.cost import load_gpu, server_profile, training_s
 
 if TYPE_CHECKING:  # they import torch
     from arealite.planner.memory import ModelShape
@@ -55,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
 
 def fitted(points: dict[str, Any], config: GRPOConfig, shape: "ModelShape", gpu: dict[str, float]) -> dict[str, float]:
     """Return a profile whose estimates are what was measured: its constants are those of `planner/cost.py`."""
+    from arealite.simulate.workload import least_squares
+
     num_gpus = config.allocation.gen_tp_size if config.allocation else 1
     counts = np.array([[1.0, number, number * context] for number, context, _ in points["decode"]])
     step_s, sequence_s, context_s = least_squares(counts, np.array([seconds for *_, seconds in points["decode"]]))

@@ -131,12 +131,15 @@ class Plan:
 
     def _room(self, needs: "Needs") -> Iterator[str]:
         """Yield the longest sequence, the largest micro-batch, and the sequences that fit."""
+        from arealite.planner.cost import tokens_of
+
         key, is_whole = f"{self._config.trained[0]}.mb_spec.max_tokens_per_mb", self._micro_batch >= _MOST_TOKENS
         if self._longest:
             yield f"A rank has room for a sequence of {self._longest:,} tokens ({needs.longest:,} are asked for)"
             yield "and for all its tokens in one micro-batch." if is_whole else f"and for {key}={self._micro_batch}."
         if needs.server and self._has_gpus:
-            mean, tokens = self._device.mean_tokens(self._config), needs.cache_tokens(self._memory)
+            most = self._config.sampling.max_new_tokens if self._config.sampling else math.inf
+            mean, tokens = tokens_of(self._device.work, most).mean(), needs.cache_tokens(self._memory)
             yield f"A server's cache holds {tokens:,} tokens, {tokens / mean:,.0f} sequences of {mean:,.0f}."
 
     def _table(self, candidates: "Sequence[Candidate]") -> Table:

@@ -167,12 +167,3 @@ def num_ranks_of(config: GRPOConfig) -> int:
 def slots_of(config: GRPOConfig) -> int:
     """Return the sequences that a server decodes together."""
     return config.lite.slots if config.rollout.backend == "lite" else _SLOTS
-
-
-def least_squares(counts: Any, seconds: Any, weights: Any = 1.0) -> Any:
-    """Return the seconds of one of each count, `[K]` for counts `[N, K]`, that fit best and are not negative."""
-    kept = np.arange(counts.shape[1])
-    weights = np.broadcast_to(weights, len(seconds))
-    while (best := np.linalg.lstsq(counts[:, kept] * weights[:, None], seconds * weights)[0]).min() < 0:
-        kept = np.delete(kept, best.argmin())
-    return np.bincount(kept, best, counts.shape[1])

@@ -36,7 +36,6 @@ class Step:
     num_tokens: float  # trained in it
     train_s: float
     publish_s: float = 0.0
-    running: float = 0.0  # sequences of a server
 
     @property
     def decides(self) -> str:
@@ -87,8 +86,7 @@ def predict(asked: Scenario, lengths: Moments | None = None) -> Step:
     if bound == 0:
         sampling = "servers" if each * added_s > step_s * lengths.longest_of_batch else "stragglers"
         floors = {sampling: whole_s, "trainer": trainer}
-        running = min(each, fitting) * mean / lengths.longest_of_batch
-        return Step(whole_s + trainer, floors, num_tokens * grain, train_s, publish_s, running)
+        return Step(whole_s + trainer, floors, num_tokens * grain, train_s, publish_s)
 
     in_flight = min(asked.concurrency or (bound + 1) * batch, (bound + 1) * batch)  # groups
     # Members of a group that ended leave their place empty until the longest one has.
@@ -108,4 +106,4 @@ def predict(asked: Scenario, lengths: Moments | None = None) -> Step:
         whole = max(floors.values())
         needed = samples * mean * token_s / num_servers / whole
         running += _DAMPING * (min(most, needed) - running)
-    return Step(whole, floors, num_tokens * grain, train_s, publish_s, running)
+    return Step(whole, floors, num_tokens * grain, train_s, publish_s)

@@ -49,10 +49,6 @@ class Device:
             longest = longest_sequence(config, self.positions, prompt)
         return needs_of(config, self.shape, longest, self.others)
 
-    def mean_tokens(self, config: BaseExperimentConfig) -> float:
-        """Return the mean length of a sequence."""
-        return float(tokens_of(self.work, config.sampling.max_new_tokens if config.sampling else math.inf).mean())
-
     def judge(self, config: BaseExperimentConfig, lengths: Moments | None = None) -> Candidate:
         """Return what a config needs and takes; ConfigError for servers whose weights don't fit."""
         needs = self.needs(config)

@@ -12,7 +12,7 @@ import numpy as np
 from arealite.api.cli_args import GRPOConfig
 from arealite.api.errors import require
 from arealite.api.run_folder import RunFolder
-from arealite.planner.cost import least_squares, num_ranks_of, slots_of
+from arealite.planner.cost import num_ranks_of, slots_of
 from arealite.planner.scenario import GroupLengths, Scenario, ServerProfile
 from arealite.rollout.account.ledger import open_for_reading
 from arealite.utils.files import read_jsonl, reading
@@ -117,3 +117,12 @@ def _fitted(counts: Any, seconds: Any) -> list[float]:
         found = least_squares(counts, seconds, 1 / np.sqrt(np.maximum(expected, 1e-3)))
         expected = counts @ found
     return cast("list[float]", found.tolist())
+
+
+def least_squares(counts: Any, seconds: Any, weights: Any = 1.0) -> Any:
+    """Return the seconds of one of each count, `[K]` for counts `[N, K]`, that fit best and are not negative."""
+    kept = np.arange(counts.shape[1])
+    weights = np.broadcast_to(weights, len(seconds))
+    while (best := np.linalg.lstsq(counts[:, kept] * weights[:, None], seconds * weights)[0]).min() < 0:
+        kept = np.delete(kept, best.argmin())
+    return np.bincount(kept, best, counts.shape[1])

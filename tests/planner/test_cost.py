@@ -3,13 +3,12 @@
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from testing_models import QWEN3_1_7B, QWEN3_8B
 
 from arealite.api.cli_args import GRPOConfig
 from arealite.api.errors import ConfigError
-from arealite.planner.cost import least_squares, load_gpu, server_profile, training_s
+from arealite.planner.cost import load_gpu, server_profile, training_s
 
 H100 = load_gpu("h100") | {"train_s": 0.0}
 
@@ -87,11 +86,3 @@ def test_a_profile_of_ones_own(tmp_path: Path) -> None:
         load_gpu(str(own))
     with pytest.raises(ConfigError, match="--gpu must be a100, cpu-2-cores, h100, h200 or a file: got b200"):
         load_gpu("b200")
-
-
-def test_constants_are_never_negative() -> None:
-    counts = np.array([[1.0, 1.0, 40.0], [1.0, 4.0, 160.0], [1.0, 16.0, 640.0], [1.0, 16.0, 4608.0]])
-    true = np.array([3e-3, 2e-4, 1e-7])
-    assert least_squares(counts, counts @ true) == pytest.approx(true, rel=1e-6)
-    falling = least_squares(counts[:, :2], np.array([3.0, 2.0, 1.0, 1.0]))
-    assert falling == pytest.approx([7 / 4, 0.0])

@@ -15,7 +15,7 @@ from arealite.api.run_folder import RunFolder
 from arealite.planner.cost import scenario
 from arealite.planner.scenario import GroupLengths, Scenario
 from arealite.simulate.run import simulate
-from arealite.simulate.workload import _fitted, learned, measured
+from arealite.simulate.workload import _fitted, learned, least_squares, measured
 
 
 @pytest.fixture(scope="module")
@@ -101,3 +101,11 @@ def test_what_a_fit_explains_adds_up_to_what_was_observed() -> None:
     found = _fitted(counts, seconds)
     assert (counts @ found).sum() == pytest.approx(seconds.sum(), rel=1e-3)
     assert found[::2] == pytest.approx(true[::2], rel=0.1)
+
+
+def test_constants_are_never_negative() -> None:
+    counts = np.array([[1.0, 1.0, 40.0], [1.0, 4.0, 160.0], [1.0, 16.0, 640.0], [1.0, 16.0, 4608.0]])
+    true = np.array([3e-3, 2e-4, 1e-7])
+    assert least_squares(counts, counts @ true) == pytest.approx(true, rel=1e-6)
+    falling = least_squares(counts[:, :2], np.array([3.0, 2.0, 1.0, 1.0]))
+    assert falling == pytest.approx([7 / 4, 0.0])
