@@ -36,9 +36,10 @@ from arealite.api.cli_args import GRPOConfig
 from arealite.api.run_folder import RunFolder
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.inference.remote_engine import RemoteInferenceEngine
+from arealite.planner.cost import scenario
 from arealite.planner.scenario import Scenario
 from arealite.simulate.run import simulate
-from arealite.simulate.workload import learned, measured, scenario
+from arealite.simulate.workload import learned, measured
 from arealite.utils.hf import load_hf_tokenizer
 from arealite.weights.publish import publish_weights
 
