@@ -55,7 +55,7 @@ ROOM_CEILINGS = {
     "algorithms": 902,
     "api": 2831,
     "chat": 584,
-    "cli": 2092,
+    "cli": 2089,
     "core": 2197,
     "dataset": 897,
     "engine": 2663,
@@ -76,7 +76,7 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 29952,
+    "code of the package": 29949,
     "files of a GRPO run": 141,
     "code of a GRPO run": 18830,
     "import depth": 18,

@@ -64,8 +64,7 @@ class Plan:
     """What is known of a run before it starts."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from arealite.cli.check.memory import shapes_beside
-        from arealite.cli.check.model import divider, load_model
+        from arealite.cli.check.memory import divider, load_model, shapes_beside
         from arealite.planner.cost import load_gpu
         from arealite.planner.memory import model_shape
         from arealite.planner.needs import positions_of

@@ -1,14 +1,23 @@
-"""The memory plan of a run, compared with the GPUs of this node or, on the CPU, the host's memory."""
+"""The memory plan of a run, compared with the GPUs of this node or, on the CPU, the host's memory; models without their
+weights."""
 
+import functools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import torch
 from rich.table import Column, Table
 from transformers import PreTrainedModel
 
 from arealite.api.alloc_mode import AllocationMode, ParallelSizes
 from arealite.api.cli_args import BaseExperimentConfig as Config
+from arealite.api.errors import ConfigError
 from arealite.cli.check.findings import Findings
 from arealite.engine.hf_model import build_meta_model
+from arealite.engine.load_balancing import check_balanced
+from arealite.engine.lora import add_adapters
+from arealite.engine.packed_attention import pick_attention
 from arealite.engine.parallel.layers import check_sizes
 from arealite.launcher.plan.jobs import mesh_lines
 from arealite.launcher.plan.plan import make_plan
@@ -81,3 +90,42 @@ def _divisible(config: Config, role: str, path: str, attention: str) -> PreTrain
 def _path(config: Config, role: str) -> str | None:
     block: Any = getattr(config, role, None)
     return block.get("path") if isinstance(block, dict) else getattr(block, "path", None)
+
+
+def load_model(config: Config) -> PreTrainedModel:
+    """Return the trained model without its weights; ranks must be able to divide it."""
+    key, block = config.trained
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    attention, _ = pick_attention(block.attn_impl, device, getattr(torch, block.dtype))
+    try:
+        model = build_meta_model(block.path, attention, has_value_head=block.HAS_VALUE_HEAD)
+    except OSError as error:
+        if Path(block.path).is_dir():
+            raise
+        raise ValueError(
+            f"{key}.path must be a folder, or a model of the hub that is downloaded or can be: got {block.path}. "
+            f"Correct it, or look at the connection ({' '.join(str(error).split()).partition('. ')[0]})."
+        ) from error
+    check_sizes(model, ParallelSizes.from_str(block.parallel or "d1"))
+    check_balanced(model, block)
+    if block.lora is not None:
+        add_adapters(model, block)
+    return model
+
+
+def divider(model: PreTrainedModel) -> Callable[[ParallelSizes], bool]:
+    """Return a function that says whether ranks can divide a model so."""
+
+    @functools.cache
+    def divides(**sizes: int) -> bool:
+        try:
+            check_sizes(model, ParallelSizes(**sizes))
+        except ConfigError:
+            return False
+        return True
+
+    def can_divide(sizes: ParallelSizes) -> bool:
+        t, c, p, e = sizes.tensor, sizes.context, sizes.pipeline, sizes.expert  # each by itself, as it takes a while
+        return divides(tensor=t, context=c) and divides(pipeline=p) and (e == 1 or divides(data=e, tensor=t, expert=e))
+
+    return can_divide

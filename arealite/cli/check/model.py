@@ -1,29 +1,19 @@
 """Checks of the trained model, its tokenizer and chat template, and the first rows of data."""
 
 import copy
-import functools
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
-from arealite.api.alloc_mode import ParallelSizes
 from arealite.api.cli_args import BaseExperimentConfig as Config
-from arealite.api.errors import ConfigError
 from arealite.chat.demonstration import turn_ends
 from arealite.chat.template import prompt_tokens
 from arealite.cli.check.findings import Findings, counted
+from arealite.cli.check.memory import load_model
 from arealite.dataset import load_datasets
 from arealite.dataset.loader import PromptLoader
 from arealite.dataset.prepare import expanded
-from arealite.engine.hf_model import build_meta_model
-from arealite.engine.load_balancing import check_balanced
-from arealite.engine.lora import add_adapters
-from arealite.engine.packed_attention import pick_attention
-from arealite.engine.parallel.layers import check_sizes
 from arealite.planner.memory import model_shape
 from arealite.planner.needs import context_of, positions_of
 from arealite.utils.hf import load_hf_tokenizer, load_image_processor
@@ -41,45 +31,6 @@ def check_model(findings: Findings, config: Config) -> PreTrainedModel:
     size += f", {shape.num_frozen / shape.num_parameters:.1%} of them frozen" if shape.num_frozen else ""
     findings.add("ok", f"{type(model).__name__}: {size}, {'tied' if shape.is_tied else 'untied'} embeddings")
     return model
-
-
-def load_model(config: Config) -> PreTrainedModel:
-    """Return the trained model without its weights; ranks must be able to divide it."""
-    key, block = config.trained
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    attention, _ = pick_attention(block.attn_impl, device, getattr(torch, block.dtype))
-    try:
-        model = build_meta_model(block.path, attention, has_value_head=block.HAS_VALUE_HEAD)
-    except OSError as error:
-        if Path(block.path).is_dir():
-            raise
-        raise ValueError(
-            f"{key}.path must be a folder, or a model of the hub that is downloaded or can be: got {block.path}. "
-            f"Correct it, or look at the connection ({' '.join(str(error).split()).partition('. ')[0]})."
-        ) from error
-    check_sizes(model, ParallelSizes.from_str(block.parallel or "d1"))
-    check_balanced(model, block)
-    if block.lora is not None:
-        add_adapters(model, block)
-    return model
-
-
-def divider(model: PreTrainedModel) -> Callable[[ParallelSizes], bool]:
-    """Return a function that says whether ranks can divide a model so."""
-
-    @functools.cache
-    def divides(**sizes: int) -> bool:
-        try:
-            check_sizes(model, ParallelSizes(**sizes))
-        except ConfigError:
-            return False
-        return True
-
-    def can_divide(sizes: ParallelSizes) -> bool:
-        t, c, p, e = sizes.tensor, sizes.context, sizes.pipeline, sizes.expert  # each by itself, as it takes a while
-        return divides(tensor=t, context=c) and divides(pipeline=p) and (e == 1 or divides(data=e, tensor=t, expert=e))
-
-    return can_divide
 
 
 def check_tokenizer(findings: Findings, config: Config, model: PreTrainedModel) -> Any:
