@@ -81,7 +81,7 @@ CEILINGS = {
     "code of a GRPO run": 18830,
     "import depth": 18,
     "keys of a GRPO config": 366,
-    "lines of pages": 5953,
+    "lines of pages": 5955,
     "lines of README.md": 130,
 }
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 600

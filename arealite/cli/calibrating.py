@@ -85,8 +85,7 @@ def measure(argv: list[str], cleanup: ExitStack) -> None:
     trained = []
     for number in (8, 32):
         batch = sampled(number, 8, _STEPS)
-        actor.compute_advantages(batch)
-        trained.append((int(batch["attention_mask"].sum()), usual_s(partial(_update, actor, batch))))
+        trained.append((number * (8 + _STEPS), usual_s(partial(_update, config, actor, batch))))
     publish_s = usual_s(lambda: publish_weights(actor, rollout, version=next(numbers)))
     if int(os.environ.get("RANK", "0")) == 0:
         prefill_s = max(1e-9, long_s - short_s) / (_PREFILLED - 8)
@@ -95,8 +94,15 @@ def measure(argv: list[str], cleanup: ExitStack) -> None:
         write_atomically(RunFolder(config).path / MEASURED, json.dumps(found))
 
 
-def _update(actor: FSDPPPOActor, batch: TensorDict) -> None:
-    actor.ppo_update(batch.clone())
+def _update(config: GRPOConfig, actor: FSDPPPOActor, batch: TensorDict) -> None:
+    """Do what a script does with a batch; a reference takes as long as the policy."""
+    batch = batch.clone()
+    if config.actor.proximal == "recompute":
+        batch["proximal_logprobs"] = actor.compute_logprobs(batch)
+    if config.has_reference:
+        batch["ref_logprobs"] = actor.compute_logprobs(batch)
+    actor.compute_advantages(batch)
+    actor.ppo_update(batch)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from arealite.api.errors import ConfigError, require
 from arealite.api.run_folder import RunFolder
 from arealite.cli import plan_groups
 from arealite.cli.plan_groups import load_config
-from arealite.cli.simulate import row_of, write_page
+from arealite.cli.simulate import HELPS, row_of, write_page
 from arealite.utils.files import read_jsonl, reading
 
 if TYPE_CHECKING:  # they import torch
@@ -28,12 +28,6 @@ if TYPE_CHECKING:  # they import torch
 _NUM_SHOWN = 3
 _GAIN = 0.95  # of a step: a change that is worth a line
 _MOST_TOKENS = 2**22
-_HELPS = {
-    "servers": "Servers decide: more of them, or fewer devices for the trainer, help.",
-    "stragglers": "Stragglers decide: batches wait for the longest completions; a larger bound on staleness helps.",
-    "trainer": "The trainer decides: more ranks help, more servers don't.",
-    "publication": "Publication decides: weight updates wait for the network.",
-}
 _OFFLOADS = "fsdp.offload_params"  # whose seconds are not predicted: comes last
 _MEASURED = {"weights": "parameters", "moments": "AdamW moments", "max": "all of a rank (on a CPU with its libraries)"}
 Changes = dict[str, Any]
@@ -239,7 +233,8 @@ def _seconds(now: "Candidate") -> Iterator[str]:
     step = now.step
     floors = ", ".join(f"{name} {seconds:,.1f} s" for name, seconds in step.floors.items())
     speed = f"{step.num_tokens / step.step_s:,.0f} tokens/s"
-    yield f"A step of {step.num_tokens:,.0f} tokens takes {step.step_s:,.1f} s, {speed}. {_HELPS[step.decides]}"
+    yield f"A step of {step.num_tokens:,.0f} tokens takes {step.step_s:,.1f} s, {speed}."
+    yield f"Decided by {step.decides}: {HELPS[step.decides]}"
     if step.publish_s:
         yield f"Alone they take: {floors}, each with {step.publish_s:,.1f} s of publication."
 

@@ -27,12 +27,13 @@ _PAGE = Path(__file__).parents[1] / "simulate" / "page.html"
 _HEAD = "  s/step     tok/s  waits  trains  publishes  staleness  decides"
 _LINE = "{step_s:8.2f}{tokens_per_s:10,.0f}{rollout:7.0%}{train:8.0%}{weights:11.0%}{staleness:7.2f} ({max_staleness})"
 _LITTLE, _FULL = 0.1, 0.7  # below this wait, of a step, the trainer decides; above this use of servers, they do
-_HELPS = {
-    "servers": "the trainer waits for servers that are full. More servers help.",
+HELPS = {
+    "servers": "the trainer waits for servers that are full. More servers help, or fewer devices for the trainer.",
     "stragglers": "it waits for the longest completions. A larger staleness bound or concurrency helps.",
     "trainer": "more ranks help, more servers don't.",
     "publication": "weight updates wait for the network, or for servers that hang.",
 }
+"""What decides the speed of a run, and what helps."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -172,5 +173,5 @@ def _lines(rows: Sequence[dict[str, Any]], assumed: str) -> Iterator[str]:
         yield f"{row['run']:{width}}{numbers:{len(_HEAD) - 7}}{row.get('decides', '')}{used}".rstrip()
     yield ""
     verdicts = {row.get("decides") for row in rows}
-    yield from (f"{verdict}: {helps}" for verdict, helps in _HELPS.items() if verdict in verdicts)
+    yield from (f"{verdict}: {helps}" for verdict, helps in HELPS.items() if verdict in verdicts)
     yield f"Assumed: {assumed}."

@@ -33,7 +33,9 @@ def test_the_documents_clusters(mode: str, qwen3: str, capsys: pytest.CaptureFix
     assert status == 0 and len(lines) <= 40
     assert lines[0].endswith(f", 8,191 million parameters: {mode} on h100")
     assert re.search(r"\n  AdamW moments +[\d.]+ +[\d.]+\n", shown) and "\nok: a trainer rank needs about" in shown
-    assert re.search(r"\nA step of 1,142,\d+ tokens takes [\d.]+ s, [\d,]+ tokens/s. (Servers|The trainer) ", shown)
+    assert re.search(
+        r"\nA step of 1,142,\d+ tokens takes [\d.]+ s, [\d,]+ tokens/s.\nDecided by (servers|trainer): ", shown
+    )
     seconds = [float(line.split()[1].replace(",", "")) for line in lines if line.startswith("sglang.")]
     assert len(seconds) == 4 and seconds[1:] == sorted(seconds[1:]) and seconds[1] < seconds[0]
     assert "\nFaster: allocation_mode=sglang.d" in shown and f"# {seconds[1]:.1f} s" in shown
@@ -74,7 +76,7 @@ def test_the_room_that_is_left_is_all_there_is(qwen3: str, capsys: pytest.Captur
 def test_servers_on_the_trainers_devices_take_turns(qwen3: str, capsys: pytest.CaptureFixture[str]) -> None:
     _, shown = plan(capsys, "--gpu", "h200", f"actor.path={qwen3}", "allocation_mode=sglang.d8|d8")
     ((whole, servers, trainer),) = re.findall(
-        r"tokens takes ([\d.]+) s.*\nAlone they take: \w+ ([\d.]+) s, trainer ([\d.]+) s", shown
+        r"tokens takes ([\d.]+) s.*\n.*\nAlone they take: \w+ ([\d.]+) s, trainer ([\d.]+) s", shown
     )
     assert float(whole) == pytest.approx(float(servers) + float(trainer), abs=0.11)
 
@@ -82,7 +84,7 @@ def test_servers_on_the_trainers_devices_take_turns(qwen3: str, capsys: pytest.C
 def test_fine_tuning_has_a_trainer_alone(qwen3: str, capsys: pytest.CaptureFixture[str]) -> None:
     config = str(CONFIGS / "gsm8k_sft.yaml")
     status, shown = plan(capsys, "--gpu", "a100", "--lengths", "512,0", f"model.path={qwen3}", config=config)
-    assert "The trainer decides" in shown and "server" not in shown.split("Assumed")[0].split("\n\n")[1]
+    assert "Decided by trainer" in shown and "server" not in shown.split("Assumed")[0].split("\n\n")[1]
     assert status in (0, 1)
 
 
