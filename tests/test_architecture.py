@@ -55,7 +55,7 @@ ROOM_CEILINGS = {
     "algorithms": 902,
     "api": 2831,
     "chat": 584,
-    "cli": 2089,
+    "cli": 2091,
     "core": 2197,
     "dataset": 897,
     "engine": 2663,
@@ -76,12 +76,12 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 29949,
+    "code of the package": 29951,
     "files of a GRPO run": 141,
     "code of a GRPO run": 18830,
     "import depth": 18,
     "keys of a GRPO config": 366,
-    "lines of pages": 5955,
+    "lines of pages": 5956,
     "lines of README.md": 130,
 }
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 600

@@ -18,7 +18,7 @@ from arealite.planner.cost import load_gpu, server_profile, training_s
 if TYPE_CHECKING:  # they import torch
     from arealite.planner.memory import ModelShape
 
-POINTS = ((1, 8), (4, 8), (16, 8), (32, 8), (16, 256))
+POINTS = ((1, 8), (8, 8), (32, 8), (64, 8), (32, 256))
 """Sequences that decode together, and tokens of their prompts."""
 MEASURED = "calibration.json"
 
