@@ -29,7 +29,7 @@ _NUM_SHOWN = 3
 _GAIN = 0.95  # of a step: a change that is worth a line
 _MOST_TOKENS = 2**22
 _OFFLOADS = "fsdp.offload_params"  # whose seconds are not predicted: comes last
-_MEASURED = {"weights": "parameters", "moments": "AdamW moments", "max": "all of a rank (on a CPU with its libraries)"}
+_MEASURED = {"weights": "parameters", "moments": "AdamW moments", "max": "all of a rank or process"}
 Changes = dict[str, Any]
 
 
