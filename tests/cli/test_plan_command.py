@@ -1,13 +1,16 @@
 """`arealite plan` of configs for devices that nobody has here."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 from testing_models import write_qwen3
+from testing_plans import SECONDS, ppo_config, write_run
 from testing_simulated import write_simulated
 
 from arealite.cli.main import main
+from arealite.core.experiments import ppo
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "arealite" / "configs"
 GRPO = str(CONFIGS / "gsm8k_grpo.yaml")
@@ -98,6 +101,23 @@ def test_lengths_of_a_run_and_simulated_splits(tmp_path: Path, qwen3: str, capsy
     assert [len(row) for row in rows] == [5, 5, 4, 4], "the config and the best split are simulated"
     assert all(float(row[4]) == pytest.approx(float(row[1]), rel=0.35) for row in rows[:2])
     assert rows[1][0] in page.read_text()
+
+
+def test_a_run_of_workers_is_compared_and_laid_out(
+    tmp_path: Path, qwen3: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = (f"actor.path={qwen3}", "async_training=false", "workers={}")
+    config = ppo_config(*keys)
+    run = write_run(tmp_path / "run", config, ppo(config), SECONDS)
+    held = {"perf/memory_gib_weights": 30.0, "perf/memory_gib_moments": 60.0, "perf/memory_gib_max": 200.0}
+    rows = [json.loads(line) | held for line in run.metrics.read_text().splitlines()]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = (*keys, "--measured", str(run.path), "--nodes", "2")
+    status, shown = plan(capsys, *words, config=str(CONFIGS / "gsm8k_ppo_cpu.yaml"))
+    assert status == 1 and "problem: the run needs" in shown, "8 billion parameters and a critic in 8 GB"
+    assert re.search(r"\nparameters +30\.51\d+ +30\.0000 +1\.02\n", shown)
+    assert "calls measured 15.000 s, predicted 15.000 s" in shown
+    assert "\nworkers:\n  actor: {ranks: 2}\n  critic: {share: actor}\n" in shown
 
 
 def test_what_a_plan_can_not_use_is_refused(qwen3: str, capsys: pytest.CaptureFixture[str]) -> None:
