@@ -55,14 +55,14 @@ ROOM_CEILINGS = {
     "algorithms": 902,
     "api": 2831,
     "chat": 584,
-    "cli": 2091,
+    "cli": 2086,
     "core": 2197,
     "dataset": 897,
     "engine": 2663,
     "generation": 901,
     "inference": 2567,
     "launcher": 2602,
-    "planner": 724,
+    "planner": 725,
     "reward": 620,
     "rollout": 2296,
     "server": 534,
@@ -76,7 +76,7 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 29951,
+    "code of the package": 29947,
     "files of a GRPO run": 141,
     "code of a GRPO run": 18830,
     "import depth": 18,

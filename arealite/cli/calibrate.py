@@ -13,7 +13,7 @@ import yaml
 from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.api.run_folder import RunFolder
 from arealite.launcher.start import start
-from arealite.planner.cost import load_gpu, server_profile, training_s
+from arealite.planner.cost import gpu_name, load_gpu, server_profile, training_s
 
 if TYPE_CHECKING:  # they import torch
     from arealite.planner.memory import ModelShape
@@ -28,8 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Start the run's servers and trainer, and measure decoding, prefill, a step and a publication."
     parser.add_argument("config", metavar="CONFIG.yaml", help="config of the run")
     parser.add_argument("--out", metavar="FILE.yaml", type=Path, required=True, help="profile to write")
-    text = "profile whose peaks are the device's (default: cpu-2-cores)"
-    parser.add_argument("--gpu", metavar="NAME", default="cpu-2-cores", help=text)
+    parser.add_argument("--gpu", metavar="NAME", help="profile whose peaks are the device's, as for `arealite plan`")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys to change")
 
 
@@ -41,10 +40,11 @@ def run(args: argparse.Namespace) -> int:
     words = [*args.overrides, "experiment_name=calibrate", f"trial_name={time.strftime('%Y%m%d-%H%M%S')}"]
     words += ["recover.mode=disabled", "launcher.preflight=false"]
     config, _ = load_expr_config(["--config", args.config, *words], GRPOConfig, ignore_unknown=True)
+    gpu = load_gpu(gpu_name(args.gpu, config))
     if status := start(Path(__file__).with_name("calibrating.py"), args.config, words):
         return status
     points = json.loads((RunFolder(config).path / MEASURED).read_text(encoding="utf-8"))
-    profile = fitted(points, config, model_shape(build_meta_model(config.actor.path, "sdpa")), load_gpu(args.gpu))
+    profile = fitted(points, config, model_shape(build_meta_model(config.actor.path, "sdpa")), gpu)
     args.out.write_text(yaml.safe_dump(profile, sort_keys=False), encoding="utf-8")
     for number, context, seconds in points["decode"]:
         print(f"{number:3} sequences of {context:4.0f} tokens: a step of decoding takes {1e3 * seconds:8.2f} ms")

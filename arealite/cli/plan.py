@@ -59,7 +59,7 @@ class Plan:
 
     def __init__(self, args: argparse.Namespace) -> None:
         from arealite.cli.check.memory import divider, load_model, shapes_beside
-        from arealite.planner.cost import load_gpu
+        from arealite.planner.cost import gpu_name, load_gpu
         from arealite.planner.memory import model_shape
         from arealite.planner.needs import positions_of
         from arealite.planner.search import Device
@@ -70,8 +70,8 @@ class Plan:
         has_ranks = self._config.workers is not None or (mode is not None and mode.train.data > 0)
         require(has_ranks, f"allocation_mode must name trainers: got {mode}. Add e.g. +d4.")
         self._has_gpus = self._config.cluster.n_gpus_per_node > 0
-        self._gpu = args.gpu or ("" if self._has_gpus else "cpu-2-cores")
-        require(bool(self._gpu), "--gpu must be given for a cluster with GPUs: got none. Name one, e.g. --gpu h100.")
+        self._gpu = gpu_name(args.gpu, self._config)
+        require(not args.page or args.simulate > 0, "--page must have something to draw: got no --simulate. Add it.")
         model, (work, self._lengths), gpu = load_model(self._config), _work(args.lengths), load_gpu(self._gpu)
         shape, others, self._memory = model_shape(model), shapes_beside(self._config, model), gpu["memory"]
         self._device, self._can_divide = Device(shape, others, positions_of(model), gpu, work), divider(model)
@@ -138,9 +138,7 @@ class Plan:
     def _table(self, candidates: "Sequence[Candidate]") -> Table:
         """Return the seconds of splits; those of the first ones are simulated, too."""
         titles = ["s/step", "tok/s", "decides", *(["simulated"] if self._args.simulate else [])]
-        table = Table(
-            "allocation_mode", *(Column(title, justify="right") for title in titles), box=None, pad_edge=False
-        )
+        table = _numbers("allocation_mode", *titles)
         simulated = self._simulated(candidates[: self._args.simulate + 1]) if self._args.simulate else []
         for one, more in itertools.zip_longest(candidates, simulated, fillvalue=""):
             assert not isinstance(one, str)
@@ -211,10 +209,7 @@ class Plan:
         require(bool(rows), f"--measured must be a run with an update: got none in {run.path}. Let it take a step.")
         rank = self._device.needs(load_config(str(run.config), [])).ranks[0]
         sizes = [rank.state["parameters"], rank.state.get("AdamW moments", 0), sum((rank.state | rank.on_gpu).values())]
-        titles = ("planned", "measured", "planned / measured")
-        table = Table(
-            f"GiB in {run.path}", *(Column(name, justify="right") for name in titles), box=None, pad_edge=False
-        )
+        table = _numbers(f"GiB in {run.path}", "planned", "measured", "planned / measured")
         for (key, name), size in zip(_MEASURED.items(), sizes, strict=True):
             measured = rows[-1][f"perf/memory_gib_{key}"]
             table.add_row(name, f"{size / GIB:.4f}", f"{measured:.4f}", f"{size / GIB / max(measured, 1e-9):.2f}")

@@ -106,7 +106,7 @@ def _costs(args: argparse.Namespace) -> tuple[Callable[[Sequence[str]], "Scenari
 
     known = learned(folder, config(), args.seed) if is_run else lognormal(args.lengths, args.seed)
     if gpu is not None:
-        return asked, [], f"a dense model on {args.gpu}, with shares of its peaks as in its profile"
+        return asked, [], f"a model on {args.gpu}, with shares of its peaks as in its profile"
     return asked, [{"run": "measured"} | measured(folder)[0]], f"what {args.source} took, on machines as busy as then"
 
 

@@ -125,13 +125,13 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         self.model = hf_model.build_meta_model(self.config.path, attention, has_value_head=has_value_head)
         check_sizes(self.model, sizes)
         check_balanced(self.model, self.config)
-        self._shape = model_shape(self.model)
         self._balances = self.config.optimizer is not None and self.config.router_aux_loss_coef > 0
         num_copies, timeout = self.config.fsdp.dp_replicate, timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         self.mesh = Mesh(with_experts(self.model, sizes), self.device, timeout, num_copies=num_copies)
         seed_everything(self.config.seed + self.mesh.data_rank)
         if self.config.lora is not None:
             lora.add_adapters(self.model, self.config)
+        self._shape = model_shape(self.model)
         if self.config.disable_dropout:
             hf_model.disable_dropout(self.model)
         if has_value_head:

@@ -12,7 +12,6 @@ import resource
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -164,7 +163,8 @@ class UpdateCosts:
     def __init__(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype, block_size: int = 1) -> None:
         """`block_size` ranks share the work on a row; each counts the whole."""
         self._device, config, self._block_size = device, model.config.get_text_config(), block_size
-        self._model, self.optimizer = model, cast("torch.optim.Optimizer | None", None)
+        self._model = model
+        self.optimizer: torch.optim.Optimizer | None = None  # the engine's
         self.flops_per_token = flops_per_token(model)
         heads, layers = config.num_attention_heads, config.num_hidden_layers
         self._width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)

@@ -21,7 +21,7 @@ _MIN_TOKENS = 8  # shorter completions say more about the prompt than about the 
 _MAX_SLOWNESS = 2.0  # how many times as long as usual a token may take at a server that requests go to
 _FORGOTTEN_S = 60.0  # after which a slow server without requests gets one, which measures it again
 _NUM_AVERAGED = 5  # completions that a server's average is over, besides as many as are in flight
-_NUM_USUAL = 50  # completions that the averages of all servers are over
+_NUM_USUAL = 50  # completions that the usual duration is over
 _NUM_CANDIDATES = 8  # servers that a choice compares: the best of a few is nearly the best of thousands
 NO_VERSION = -1  # of a server whose weights are unknown
 

@@ -9,10 +9,9 @@ from typing import Any, cast
 import numpy as np
 import yaml
 
-from arealite.api.alloc_mode import ParallelSizes
 from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig
 from arealite.api.errors import require
-from arealite.planner.memory import ModelShape, kv_bytes_per_token, shape_of_rank
+from arealite.planner.memory import ModelShape, kv_bytes_per_token, of_rank
 from arealite.planner.scenario import GroupLengths, Scenario, ServerProfile
 from arealite.utils.files import reading
 
@@ -21,6 +20,13 @@ _MAX_TOKENS = 256  # of a simulated completion: one simulated token stands for s
 _SLOTS = 256  # of a server whose config does not say
 _NUM_DRAWN = 10_000  # lognormal lengths
 _KEPT = ("overdue", "episode_timeout", "episode_retries", "request_timeout", "weight_update_timeout")
+
+
+def gpu_name(given: str | None, config: BaseExperimentConfig) -> str:
+    """Return the profile that is meant: without one, on a cluster without GPUs, that of two cores."""
+    is_cpu = config.cluster.n_gpus_per_node == 0
+    require(bool(given) or is_cpu, "--gpu must be given for a cluster with GPUs: got none. Name one, e.g. --gpu h100.")
+    return given or "cpu-2-cores"
 
 
 def load_gpu(name: str) -> dict[str, float]:
@@ -86,21 +92,20 @@ def training_s(
     """
     (_, block), mode = config.trained, config.allocation
     ranks = mode.train.world_size if mode else 1
-    sizes = ParallelSizes.from_str(block.parallel or f"d{ranks}")
-    mine, passes = shape_of_rank(shape, sizes), 4 if block.gradient_checkpointing else 3
-    num_passes = passes + (getattr(block, "proximal", "") == "recompute") + config.has_reference
+    sizes, mine, shards = of_rank(block, shape, ranks)
+    more = (getattr(block, "proximal", "") == "recompute") + config.has_reference  # forward passes
+    num_passes = 3 + block.gradient_checkpointing + more
     micro = num_tokens / sizes.data / block.mb_spec.n_mbs
     micro = min(micro, block.mb_spec.max_tokens_per_mb or micro)
     attended = 2 * shape.num_layers * shape.num_heads * shape.head_dim * context  # half of it is masked
     flops = _flops_per_token(shape) + attended
     seconds = micro * (flops * num_passes / (gpu["flops"] * gpu["mfu"]) + gpu["train_token_s"]) / sizes.block_size
     # A layer sums its outputs over t twice in each direction, and as often where it is computed again.
-    summed = 2 * num_passes * 2 * (sizes.tensor - 1) / sizes.tensor * micro / sizes.context * shape.hidden
+    summed = 2 * (num_passes - 1) * 2 * (sizes.tensor - 1) / sizes.tensor * micro / sizes.context * shape.hidden
     seconds += summed * shape.num_layers / sizes.pipeline * gpu["value_bytes"] / gpu["link"]
-    shards = sizes.data * sizes.context // block.fsdp.dp_replicate or 1
     per_node = config.cluster.n_gpus_per_node or ranks
     bandwidth = gpu["link"] if ranks <= per_node else gpu["network"] * gpu["network_share"]
-    gathered = 0.0 if sizes.pipeline > 1 else mine.num_parameters * gpu["value_bytes"] * (num_passes - 1)
+    gathered = 0.0 if sizes.pipeline > 1 else mine.num_parameters * gpu["value_bytes"] * (2 + more)
     gathered_s = gathered * (shards - 1) / shards / bandwidth
     num_micro = num_tokens / sizes.data / micro
     return gpu["train_s"] + (num_micro + sizes.pipeline - 1) * max(seconds, gathered_s)

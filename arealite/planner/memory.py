@@ -113,7 +113,7 @@ def sizes_of(block: TrainEngineConfig, ranks: int) -> ParallelSizes:
     return ParallelSizes.from_str(block.parallel or f"d{ranks}")
 
 
-def _of_rank(block: TrainEngineConfig, shape: ModelShape, ranks: int) -> tuple[ParallelSizes, ModelShape, int]:
+def of_rank(block: TrainEngineConfig, shape: ModelShape, ranks: int) -> tuple[ParallelSizes, ModelShape, int]:
     """Return how `ranks` divide a model, what of it one has before FSDP, and over how many ranks FSDP shards that."""
     sizes, copies = sizes_of(block, ranks), block.fsdp.dp_replicate
     return sizes, shape_of_rank(shape, sizes, copies=copies), sizes.data * sizes.context // copies or 1
@@ -123,7 +123,7 @@ def state_of(
     block: TrainEngineConfig, shape: ModelShape, ranks: int, has_optimizer: bool = True, dtype: str | None = None
 ) -> Parts:
     """Return what one of the ranks of a block always holds; frozen parameters have `dtype`, or the block's."""
-    _, mine, num_shards = _of_rank(block, shape, ranks)
+    _, mine, num_shards = of_rank(block, shape, ranks)
     moments = _MOMENT_BYTES[(block.optimizer or OptimizerConfig()).type]
     options = {"compute_bytes": BYTES[dtype or block.dtype], "moment_bytes": moments}
     return training_state(mine, ranks=num_shards, has_optimizer=has_optimizer, **options)
@@ -141,7 +141,7 @@ def step_of(
 ) -> Parts:
     """Return what one of the ranks of a block needs on top for a micro-batch of `micro` tokens; `is_split` says whether
     it has several."""
-    sizes, mine, num_shards = _of_rank(block, shape, ranks)
+    sizes, mine, num_shards = of_rank(block, shape, ranks)
     return training_step(
         mine if is_trained else replace(mine, num_layers=0, num_frozen=mine.num_parameters),
         tokens=-(-micro // sizes.context),

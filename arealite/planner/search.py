@@ -25,7 +25,6 @@ _NUM_UNITS = 16  # devices are given to servers and trainer in so many parts
 class Candidate:
     """A config on devices of a kind."""
 
-    config: BaseExperimentConfig
     needs: Needs
     step: Step
     asked: Scenario | None = None  # of a config with servers
@@ -56,13 +55,13 @@ class Device:
             tokens = tokens_of(self.work)
             num_tokens, context = tokens.mean() * config.train_dataset.batch_size, (tokens**2).mean() / tokens.mean()
             seconds = training_s(config, self.shape, self.gpu, num_tokens=num_tokens, context=context)
-            return Candidate(config, needs, Step(seconds, {"trainer": seconds}, num_tokens, seconds))
+            return Candidate(needs, Step(seconds, {"trainer": seconds}, num_tokens, seconds))
         costs, bound = estimated(config, self.shape, self.gpu, self.work), config.rollout.max_head_offpolicyness
         asked = scenario(config, costs, warm_up=bound + 2, steps=_NUM_STEPS, seed=1)
         if "|" in config.allocation_mode:  # one side rests while the other computes
             asked = replace(asked, bound=0)
         lengths = lengths or moments(asked)
-        return Candidate(config, needs, predict(asked, lengths), asked, lengths)
+        return Candidate(needs, predict(asked, lengths), asked, lengths)
 
 
 def splits(device: Device, config: GRPOConfig, can_divide: Callable[[ParallelSizes], bool]) -> list[Candidate]:

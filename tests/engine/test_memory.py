@@ -67,8 +67,10 @@ def test_a_step_needs_what_the_plan_says(tmp_path: Path, layout: str) -> None:
     shape = shape_of_rank(model_shape(build_meta_model(str(tmp_path), PACKED_SDPA)), sizes)
     num_shards, tokens = sizes.data * sizes.context, LENGTH // sizes.context
     step = training_step(shape, tokens=tokens, ranks=num_shards, compute_bytes=2, accumulates=False, recomputes=True)
-    planned = training_state(shape, ranks=num_shards, has_optimizer=True)["gradients"] + sum(step.values())
+    state = training_state(shape, ranks=num_shards, has_optimizer=True)
+    planned, held = state["gradients"] + sum(step.values()), state["parameters"] + state["AdamW moments"]
     assert 0.95 < planned / peaks[False] < 1.1, planned / peaks[False]
+    assert 0.95 < (planned + held) / (peaks[False] + held) < 1.05, "of all that a rank has"
     if layout == "d2":
         unsharded = shape.num_parameters * 4 / 2  # what a rank keeps of the gradient beyond its own shard
         assert 0.75 < (peaks[True] - peaks[False]) / unsharded < 1.1

@@ -57,8 +57,8 @@ def test_ranks_divide_it_and_pay_for_it() -> None:
     micro = {"mb_spec": {"max_tokens_per_mb": 2**15}}
     # 8 stages, 32 micro-batches: 7 more times that of one.
     assert seconds("p8", **micro) == pytest.approx(one / 8 * (32 + 7) / 32, rel=1e-6)
-    # Over t each layer sums 4 + 2 x 1 outputs of 4096 values in bfloat16, at 450 GB/s: twice 7/8 of them pass a link.
-    sums = 2 * 3 * 2 * 7 / 8 * 2**20 * 4096 * 36 * 2 / 4.5e11
+    # Over t each layer sums 2 outputs of 4096 values in bfloat16 in each direction: twice 7/8 pass a link of 450 GB/s.
+    sums = 2 * 2 * 2 * 7 / 8 * 2**20 * 4096 * 36 * 2 / 4.5e11
     assert seconds("t8") == pytest.approx(one / 8 + sums, rel=1e-6)
     # Micro-batches of 128 tokens wait for 16.4 GB over the network, twice.
     tiny = {"mb_spec": {"max_tokens_per_mb": 128}}
