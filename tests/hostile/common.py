@@ -18,12 +18,14 @@ import psutil
 from harness.processes import MARKER, leftovers
 from testing_processes import spawn
 
+from arealite.utils.background import MAX_IDLE
+
 SECRET = "5e" * 32
 """The secret of every server and client here, which nothing may print."""
 DEADLINE_S = 60.0
 """For an honest request, and for whatever must end by itself after a second or two."""
 _SETTLE_S = 30.0
-_MAX_FILES, _MAX_THREADS = 8, 16
+_MAX_FILES, _MAX_THREADS = 8, MAX_IDLE + 16  # MAX_IDLE wait for the next call
 """Most that a process may keep of connections and threads, whatever it was sent."""
 _MAX_LOG_BYTES, _LOG_BYTES_PER_INPUT = 2**17, 300
 _DEAD = ("Traceback (most recent call last)", "never retrieved", "was destroyed but it is pending", "was never awaited")
