@@ -20,9 +20,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from circumstances import options, report
 
-from arealite.planner.scenario import LognormalLengths, Scenario, ServerProfile
+from arealite.planner.scenario import GroupLengths, Scenario, ServerProfile
 from arealite.simulate.run import Simulation
 from arealite.simulate.servers import SimulatedServer, SimulatedSession
 
@@ -72,7 +73,7 @@ def cluster(gpus: int, bound: int, steps: int) -> Scenario:
         batch_size=min(2 * gpus, _MOST_PROMPTS),
         group=16,
         bound=bound,
-        lengths=LognormalLengths(8192 / _GRAIN, 0.9, 31744 // _GRAIN),
+        lengths=_lengths(),
         max_new_tokens=31744 // _GRAIN,
         prompt=4,
         train_s=1.0,
@@ -83,6 +84,12 @@ def cluster(gpus: int, bound: int, steps: int) -> Scenario:
         steps=steps,
         warm_up=3 * max(1, bound - 1),  # the first batches share the servers with those after them
     )
+
+
+def _lengths() -> GroupLengths:
+    """Return lognormal completions of 8,192 tokens on average, at most 31,744, in simulated tokens."""
+    drawn = np.random.default_rng(1).lognormal(math.log(8192 / _GRAIN) - 0.9**2 / 2, 0.9, 10_000)
+    return GroupLengths(drawn.round().clip(1, 31744 // _GRAIN).astype(int).tolist(), 1)
 
 
 def measure(gpus: int, account: str, bound: int, steps: int) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def same_completions(asked: Scenario, case: Case) -> Scenario:
     """Return a scenario with the prompts of the measured runs, in their order."""
     groups = [row["lengths"] for batch in batches(case) for row in batch]
     grain = asked.server.grain
-    return replace(asked, given_lengths=lambda prompt, sample: -(-groups[prompt % len(groups)][sample] // grain))
+    return replace(asked, lengths=lambda prompt, sample: -(-groups[prompt % len(groups)][sample] // grain))
 
 
 def setting(

@@ -3,10 +3,12 @@
 import json
 from pathlib import Path
 
+import numpy as np
+
 from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.api.config.loader import to_yaml
 from arealite.api.run_folder import RunFolder
-from arealite.planner.scenario import LognormalLengths, Scenario, ServerProfile
+from arealite.planner.scenario import GroupLengths, Scenario, ServerProfile
 from arealite.simulate.run import Simulation
 
 CONFIG = Path(__file__).parents[1] / "examples" / "arealite" / "configs" / "gsm8k_grpo_cpu.yaml"
@@ -15,6 +17,12 @@ SERVER = ServerProfile(
 )
 KEYS = ("actor.path=/model", "gconfig.n_samples=4", "gconfig.max_new_tokens=128", "train_dataset.batch_size=4",
         "rollout.max_concurrent_rollouts=12", "lite.slots=64")  # fmt: skip
+
+
+def lognormal_lengths(mean: float, sigma: float, most: int) -> GroupLengths:
+    """Return completions of lognormal length, cut at `most` tokens."""
+    drawn = np.random.default_rng(1).lognormal(np.log(mean) - sigma**2 / 2, sigma, 10_000)
+    return GroupLengths(drawn.round().clip(1, most).astype(int).tolist(), 1)
 
 
 def write_simulated(folder: Path) -> tuple[RunFolder, GRPOConfig, float]:
@@ -28,7 +36,7 @@ def write_simulated(folder: Path) -> tuple[RunFolder, GRPOConfig, float]:
         batch_size=4,
         group=4,
         concurrency=12,
-        lengths=LognormalLengths(40, 0.8, 128),
+        lengths=lognormal_lengths(40, 0.8, 128),
         max_new_tokens=128,
         publish_s=0.2,
         train_s=0.0,

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import yaml
 
-from arealite.api.cli_args import GRPOConfig, load_expr_config
+from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig, load_expr_config
+from arealite.api.errors import require
 from arealite.api.run_folder import RunFolder
 from arealite.launcher.start import start
-from arealite.planner.cost import gpu_name, load_gpu, server_profile, training_s
+from arealite.planner.cost import load_gpu, server_profile, training_s
 
 if TYPE_CHECKING:  # they import torch
     from arealite.planner.memory import ModelShape
@@ -30,6 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE.yaml", type=Path, required=True, help="profile to write")
     parser.add_argument("--gpu", metavar="NAME", help="profile whose peaks are the device's, as for `arealite plan`")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys to change")
+
+
+def gpu_name(given: str | None, config: BaseExperimentConfig) -> str:
+    """Return the profile that is meant: without one, on a cluster without GPUs, that of two cores."""
+    is_cpu = config.cluster.n_gpus_per_node == 0
+    require(bool(given) or is_cpu, "--gpu must be given for a cluster with GPUs: got none. Name one, e.g. --gpu h100.")
+    return given or "cpu-2-cores"
 
 
 def run(args: argparse.Namespace) -> int:

@@ -16,20 +16,19 @@ from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig
 from arealite.api.errors import ConfigError, require
 from arealite.api.run_folder import RunFolder
 from arealite.cli import plan_groups
+from arealite.cli.calibrate import gpu_name
 from arealite.cli.plan_groups import load_config
-from arealite.cli.simulate import HELPS, row_of, write_page
+from arealite.cli.simulate import HELPS, add_costs, row_of, work_of, write_page
 from arealite.utils.files import read_jsonl, reading
 
 if TYPE_CHECKING:  # they import torch
     from arealite.planner.needs import Needs
-    from arealite.planner.scenario import Scenario
     from arealite.planner.search import Candidate
 
 _NUM_SHOWN = 3
 _GAIN = 0.95  # of a step: a change that is worth a line
 _MOST_TOKENS = 2**22
 _OFFLOADS = "fsdp.offload_params"  # whose seconds are not predicted: comes last
-_MEASURED = {"weights": "parameters", "moments": "AdamW moments", "max": "all of a rank or process"}
 Changes = dict[str, Any]
 
 
@@ -37,12 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "arealite plan CONFIG.yaml [--gpu NAME|FILE] [key=value ...]"
     parser.description = "Say whether a run fits, how fast it would be and what decides it, and which keys to change."
     parser.epilog = "docs/planning.md walks through two runs, and says what is assumed and how far off it is."
-    add = parser.add_argument
+    add = add_costs(parser)
     add("config", metavar="CONFIG.yaml", help="config of the run")
-    add("--gpu", metavar="NAME|FILE", help="h100, h200, a100, cpu-2-cores, or a profile of your own")
     add("--nodes", metavar="N", type=int, help="of the cluster (default: the config's)")
-    text = "completions: mean and sigma of a lognormal, perhaps with tokens of a prompt, or those of a run's folder"
-    add("--lengths", metavar="RUN|MEAN,SIGMA[,PROMPT]", default="2048,0.9", help=f"{text} (default: 2048,0.9,256)")
     add("--measured", metavar="RUN", help="show what this run measured beside the plan; with workers, lay them out")
     add("--simulate", metavar="N", type=int, default=0, help="simulate the best N splits (minutes for 100 GPUs)")
     add("--page", metavar="FILE", type=Path, help="write an HTML page on the simulated ones")
@@ -59,7 +55,7 @@ class Plan:
 
     def __init__(self, args: argparse.Namespace) -> None:
         from arealite.cli.check.memory import divider, load_model, shapes_beside
-        from arealite.planner.cost import gpu_name, load_gpu
+        from arealite.planner.cost import load_gpu
         from arealite.planner.memory import model_shape
         from arealite.planner.needs import positions_of
         from arealite.planner.search import Device
@@ -72,7 +68,7 @@ class Plan:
         self._has_gpus = self._config.cluster.n_gpus_per_node > 0
         self._gpu = gpu_name(args.gpu, self._config)
         require(not args.page or args.simulate > 0, "--page must have something to draw: got no --simulate. Add it.")
-        model, (work, self._lengths), gpu = load_model(self._config), _work(args.lengths), load_gpu(self._gpu)
+        model, (work, self._lengths), gpu = load_model(self._config), work_of(args.lengths, seed=1), load_gpu(self._gpu)
         shape, others, self._memory = model_shape(model), shapes_beside(self._config, model), gpu["memory"]
         self._device, self._can_divide = Device(shape, others, positions_of(model), gpu, work), divider(model)
         self._longest = _largest(lambda tokens: self._device.needs(self._config, tokens).ranks_fit(self._memory))
@@ -208,15 +204,22 @@ class Plan:
             rows = [row for row in read_jsonl(run.metrics) if "perf/memory_gib_weights" in row]
         require(bool(rows), f"--measured must be a run with an update: got none in {run.path}. Let it take a step.")
         rank = self._device.needs(load_config(str(run.config), [])).ranks[0]
-        sizes = [rank.state["parameters"], rank.state.get("AdamW moments", 0), sum((rank.state | rank.on_gpu).values())]
+        sizes = (rank.state["parameters"], rank.state.get("AdamW moments", 0), sum((rank.state | rank.on_gpu).values()))
+        planned = _compared(*(size / GIB for size in sizes))
+        measured = _compared(*(rows[-1][f"perf/memory_gib_{key}"] for key in ("weights", "moments", "max")))
         table = _numbers(f"GiB in {run.path}", "planned", "measured", "planned / measured")
-        for (key, name), size in zip(_MEASURED.items(), sizes, strict=True):
-            measured = rows[-1][f"perf/memory_gib_{key}"]
-            table.add_row(name, f"{size / GIB:.4f}", f"{measured:.4f}", f"{size / GIB / max(measured, 1e-9):.2f}")
+        for name, size in planned.items():
+            table.add_row(name, f"{size:.4f}", f"{measured[name]:.4f}", f"{size / max(measured[name], 1e-9):.2f}")
         console.print(table)
         if run.calls.exists():
             devices = self._args.nodes and self._args.nodes * max(1, self._config.cluster.n_gpus_per_node)
             plan_groups.show(console, self._config, run, devices)
+
+
+def _compared(weights: float, moments: float, whole: float) -> dict[str, float]:
+    """Return the terms of a rank's memory that a run measures."""
+    step = whole - weights - moments
+    return {"parameters": weights, "AdamW moments": moments, "gradients, activations": step, "all of a rank": whole}
 
 
 def _numbers(name: str, *titles: str) -> Table:
@@ -243,21 +246,3 @@ def _largest(fits: Callable[[int], bool]) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-def _work(given: str) -> "tuple[Scenario, str]":
-    """Return completions of known lengths, and in words."""
-    from arealite.planner.cost import lognormal
-    from arealite.simulate.workload import learned
-
-    if (run := RunFolder(given)).path.is_dir():
-        config = load_config(str(run.config), [])
-        assert isinstance(config, GRPOConfig), "a run without completions has no ledger"
-        return learned(run, config, 1), f"lengths of {given}"
-    try:
-        mean, sigma, prompt = map(float, [*given.split(","), "256"][:3])
-    except ValueError as error:
-        problem = f"--lengths must be a run's folder or MEAN,SIGMA[,PROMPT]: got {given}. Correct it."
-        raise ConfigError(problem) from error
-    text = f"prompts of {prompt:,.0f} tokens, completions of {mean:,.0f} on average, lognormal with sigma {sigma:g}"
-    return lognormal((prompt, mean, sigma), 1), text

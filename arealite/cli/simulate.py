@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import track
 
 from arealite.api.cli_args import GRPOConfig, InferenceEngineConfig, load_expr_config
-from arealite.api.errors import require
+from arealite.api.errors import ConfigError, require
 from arealite.api.run_folder import RunFolder
 from arealite.planner.memory import model_shape
 from arealite.utils.files import write_atomically
@@ -39,11 +39,8 @@ HELPS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Predict how fast a config would run, or variants of a run, without running it."
     parser.epilog = "docs/simulate.md says what is simulated, what is assumed, and how far off it is."
-    add = parser.add_argument
+    add = add_costs(parser)
     add("source", metavar="CONFIG|RUN", help="YAML file, or the folder of a run, finished or not")
-    add("--gpu", metavar="NAME|FILE", help="h100, h200, a100, cpu-2-cores, or a profile of your own")
-    text = "of a config: tokens of a prompt, mean and sigma of lognormal completions (default: 256 2048 0.9)"
-    add("--lengths", metavar=("PROMPT", "MEAN", "SIGMA"), nargs=3, type=float, default=(256.0, 2048.0, 0.9), help=text)
     add("--steps", metavar="N", type=int, default=20, help="to simulate after the first ones (default: 20)")
     add("--vary", metavar="key=a,b", action="append", default=[], help="values of a key; may be repeated")
     text = "mean life of servers (crash=S or hang=S), share of slow ones (slow=SHARE); may be repeated"
@@ -52,6 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object per line")
     add("--page", metavar="FILE", type=Path, help="write an HTML page: servers and trainer over time")
     add("overrides", metavar="key=value", nargs="*", help="keys to change")
+
+
+def add_costs(parser: argparse.ArgumentParser) -> Callable[..., argparse.Action]:
+    """Add what `plan` and `simulate` ask about the work and the devices, and return what adds more."""
+    parser.add_argument("--gpu", metavar="NAME|FILE", help="h100, h200, a100, cpu-2-cores, or a profile of your own")
+    text = "completions: mean and sigma of a lognormal, perhaps with tokens of a prompt, or those of a run's folder"
+    text += " (default: 2048,0.9,256)"
+    parser.add_argument("--lengths", metavar="RUN|MEAN,SIGMA[,PROMPT]", default="2048,0.9", help=text)
+    return parser.add_argument
 
 
 def run(args: argparse.Namespace) -> int:
@@ -83,7 +89,7 @@ def write_page(page: Path, title: str, rows: Sequence[dict[str, Any]], drawn: di
 def _costs(args: argparse.Namespace) -> tuple[Callable[[Sequence[str]], "Scenario"], list[dict[str, Any]], str]:
     """Return the scenario of a config with changes, the line on the run if one was measured, and what all rests on."""
     from arealite.engine.hf_model import build_meta_model
-    from arealite.planner.cost import estimated, load_gpu, lognormal, scenario
+    from arealite.planner.cost import estimated, load_gpu, scenario
     from arealite.simulate.workload import learned, measured
 
     folder, options = RunFolder(args.source), {"steps": args.steps, "seed": args.seed} | _failures(args.fail)
@@ -104,10 +110,27 @@ def _costs(args: argparse.Namespace) -> tuple[Callable[[Sequence[str]], "Scenari
             costs = estimated(found, model_shape(build_meta_model(found.actor.path, "sdpa")), gpu, known)
         return scenario(found, costs, warm_up=found.rollout.max_head_offpolicyness + 2, **options)
 
-    known = learned(folder, config(), args.seed) if is_run else lognormal(args.lengths, args.seed)
+    known = learned(folder, config(), args.seed) if is_run else work_of(args.lengths, seed=args.seed)[0]
     if gpu is not None:
         return asked, [], f"a model on {args.gpu}, with shares of its peaks as in its profile"
     return asked, [{"run": "measured"} | measured(folder)[0]], f"what {args.source} took, on machines as busy as then"
+
+
+def work_of(given: str, *, seed: int) -> "tuple[Scenario, str]":
+    """Return completions of known lengths, and in words."""
+    from arealite.planner.cost import lognormal
+    from arealite.simulate.workload import learned
+
+    if (run := RunFolder(given)).path.is_dir():
+        config = load_expr_config(["--config", str(run.config)], GRPOConfig, ignore_unknown=True)[0]
+        return learned(run, config, seed), f"lengths of {given}"
+    try:
+        mean, sigma, prompt = map(float, [*given.split(","), "256"][:3])
+    except ValueError as error:
+        problem = f"--lengths must be a run's folder or MEAN,SIGMA[,PROMPT]: got {given}. Correct it."
+        raise ConfigError(problem) from error
+    text = f"prompts of {prompt:,.0f} tokens, completions of {mean:,.0f} on average, lognormal with sigma {sigma:g}"
+    return lognormal((prompt, mean, sigma), seed), text
 
 
 def _failures(given: Sequence[str]) -> dict[str, float]:

@@ -22,13 +22,6 @@ _NUM_DRAWN = 10_000  # lognormal lengths
 _KEPT = ("overdue", "episode_timeout", "episode_retries", "request_timeout", "weight_update_timeout")
 
 
-def gpu_name(given: str | None, config: BaseExperimentConfig) -> str:
-    """Return the profile that is meant: without one, on a cluster without GPUs, that of two cores."""
-    is_cpu = config.cluster.n_gpus_per_node == 0
-    require(bool(given) or is_cpu, "--gpu must be given for a cluster with GPUs: got none. Name one, e.g. --gpu h100.")
-    return given or "cpu-2-cores"
-
-
 def load_gpu(name: str) -> dict[str, float]:
     """Return a profile by its name in gpus.yaml, or from a file with the same keys. Raises ConfigError or FileError."""
     known, file = yaml.safe_load(PROFILES.read_text(encoding="utf-8")), Path(name)
@@ -115,12 +108,12 @@ def lognormal(lengths: Sequence[float], seed: int) -> Scenario:
     """Return work that costs nothing yet: prompts of so many tokens, completions with this mean and sigma."""
     prompt, mean, sigma = lengths
     drawn = np.random.default_rng(seed).lognormal(np.log(mean) - sigma**2 / 2, sigma, _NUM_DRAWN)
-    return Scenario(given_lengths=GroupLengths(drawn.round().astype(int).tolist(), 1, seed), prompt=round(prompt))
+    return Scenario(lengths=GroupLengths(drawn.round().astype(int).tolist(), 1, seed), prompt=round(prompt))
 
 
 def tokens_of(work: Scenario, longest: float = np.inf) -> Any:
     """Return the tokens of sequences, with completions cut at `longest`."""
-    return work.prompt + np.minimum(cast("GroupLengths", work.given_lengths).tokens, longest)
+    return work.prompt + np.minimum(cast("GroupLengths", work.lengths).tokens, longest)
 
 
 def estimated(config: GRPOConfig, shape: ModelShape, gpu: Mapping[str, float], work: Scenario) -> Scenario:
@@ -144,7 +137,7 @@ def scenario(config: GRPOConfig, costs: Scenario, **options: Any) -> Scenario:
     """Return what a config asks for at costs in tokens of the model and for one rank of the trainer; `options` are
     other fields of a scenario."""
     rollout, longest = config.rollout, config.gconfig.max_new_tokens
-    grain, lengths = -(-longest // _MAX_TOKENS), cast("GroupLengths", costs.given_lengths)
+    grain, lengths = -(-longest // _MAX_TOKENS), cast("GroupLengths", costs.lengths)
     keys = {name: getattr(rollout, name) for name in _KEPT} | {"seed": options["seed"]}
     keys["pause_mode"] = "abort" if rollout.pause_mode == "abort" else "retract"
     return replace(
@@ -155,7 +148,7 @@ def scenario(config: GRPOConfig, costs: Scenario, **options: Any) -> Scenario:
         group=config.gconfig.n_samples,
         bound=rollout.max_head_offpolicyness,
         concurrency=rollout.max_concurrent_rollouts,
-        given_lengths=lambda prompt, sample: max(1, round(min(longest, lengths(prompt, sample)) / grain)),
+        lengths=lambda prompt, sample: max(1, round(min(longest, lengths(prompt, sample)) / grain)),
         max_new_tokens=-(-longest // grain),
         prompt=max(2, round(costs.prompt / grain)),
         train_token_s=costs.train_token_s * grain / num_ranks_of(config),

@@ -108,14 +108,9 @@ def shape_of_rank(shape: ModelShape, sizes: ParallelSizes, *, copies: int = 1) -
     )
 
 
-def sizes_of(block: TrainEngineConfig, ranks: int) -> ParallelSizes:
-    """Return how so many ranks divide the model of a block."""
-    return ParallelSizes.from_str(block.parallel or f"d{ranks}")
-
-
 def of_rank(block: TrainEngineConfig, shape: ModelShape, ranks: int) -> tuple[ParallelSizes, ModelShape, int]:
     """Return how `ranks` divide a model, what of it one has before FSDP, and over how many ranks FSDP shards that."""
-    sizes, copies = sizes_of(block, ranks), block.fsdp.dp_replicate
+    sizes, copies = ParallelSizes.from_str(block.parallel or f"d{ranks}"), block.fsdp.dp_replicate
     return sizes, shape_of_rank(shape, sizes, copies=copies), sizes.data * sizes.context // copies or 1
 
 
@@ -243,21 +238,17 @@ def phases(
 def layer_activations(shape: ModelShape, *, compute_bytes: int) -> int:
     """Return the bytes per token that autograd keeps of one layer."""
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    norms = 2 * (_norm(shape.hidden, compute_bytes) + FLOAT32 + shape.hidden * compute_bytes)
+    norm = FLOAT32 + compute_bytes  # an RMSNorm keeps its input in float32 and the normalized one
+    norms = 2 * (shape.hidden * norm + FLOAT32 + shape.hidden * compute_bytes)
     attention = (3 * queries + 2 * keys) * compute_bytes + shape.num_heads * FLOAT32
     if shape.has_qk_norm:
-        attention += _norm(queries + keys, compute_bytes) + (shape.num_heads + shape.num_kv_heads) * FLOAT32
+        attention += (queries + keys) * norm + (shape.num_heads + shape.num_kv_heads) * FLOAT32
     return norms + attention + 4 * shape.mlp * compute_bytes
 
 
 def kv_bytes_per_token(shape: ModelShape, *, value_bytes: int, gpus: int = 1) -> int:
     """Return the keys and values of a token on one of the `gpus` of a server, which share the heads."""
     return 2 * shape.num_layers * -(-shape.num_kv_heads // gpus) * shape.head_dim * value_bytes
-
-
-def _norm(width: int, compute_bytes: int) -> int:
-    """An RMSNorm keeps its input in float32 and the normalized one."""
-    return width * (FLOAT32 + compute_bytes)
 
 
 def _count_experts(layer: Any) -> int:

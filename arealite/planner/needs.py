@@ -17,7 +17,7 @@ from arealite.planner.memory import (
     Parts,
     knob_of,
     kv_bytes_per_token,
-    sizes_of,
+    of_rank,
     state_of,
     step_of,
 )
@@ -196,7 +196,8 @@ def _step(config: Config, shape: ModelShape, longest: int, role: str, ranks: int
     if config.rollout is not None and config.sampling is not None:
         num_minibatches = getattr(block, "ppo_n_minibatches", 1) if is_trained else 1
         rows = -(-config.rollout.consumer_batch_size // num_minibatches) * config.sampling.n_samples
-    tokens, spec = -(-rows // sizes_of(block, ranks).data) * max(longest, 1), block.mb_spec
+    (sizes, *_), spec = of_rank(block, shape, ranks), block.mb_spec
+    tokens = -(-rows // sizes.data) * max(longest, 1)
     micro = -(-tokens // spec.n_mbs)
     if spec.max_tokens_per_mb is not None:
         micro = min(micro, max(spec.max_tokens_per_mb, longest))

@@ -8,7 +8,6 @@ from the step: the two are solved together. Optimistic where floors are close; i
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -46,13 +45,7 @@ class Step:
 def moments(asked: Scenario) -> Moments:
     """Draw completions of a scenario and return their moments."""
     num_groups = max(1, min(_NUM_GROUPS, _NUM_SAMPLES // asked.group))
-    if (given := asked.given_lengths) is not None:
-        drawn = [[given(prompt, sample) for sample in range(asked.group)] for prompt in range(num_groups)]
-    else:
-        options: dict[str, Any] = {"max_new_tokens": asked.max_new_tokens}
-        numbers = np.arange(num_groups * asked.group).tolist()
-        every = [asked.lengths(options | {"sampling_seed": number}, asked.prompt) for number in numbers]
-        drawn = np.reshape(every, (num_groups, asked.group)).tolist()
+    drawn = [[asked.lengths(prompt, sample) for sample in range(asked.group)] for prompt in range(num_groups)]
     lengths = np.array(drawn, dtype=float)
     longest = np.sort(lengths.max(axis=1))
     shares = (np.arange(num_groups + 1) / num_groups) ** asked.batch_size  # of batches with none above each of them

@@ -3,12 +3,9 @@
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-Lengths = Callable[[Mapping[str, Any], int], int]
-"""Of sampling parameters and prompt tokens: the tokens of the completion."""
 
 
 @dataclass(frozen=True)
@@ -26,21 +23,6 @@ class ServerProfile:
     bytes_per_s: float = 2e10  # of a weight update
     swap_s: float = 0.2  # to take new weights into use
     round_trip_s: float = 0.0005
-
-
-@dataclass(frozen=True)
-class LognormalLengths:
-    """Completions of lognormal length, cut at `most` tokens; each is a function of its seed, also after an abort."""
-
-    mean: float
-    sigma: float
-    most: int
-
-    def __call__(self, sampling: Mapping[str, Any], prompt: int) -> int:
-        normal = random.Random(sampling.get("sampling_seed", 0)).normalvariate(0, 1)
-        length = math.exp(math.log(self.mean) - self.sigma**2 / 2 + self.sigma * normal)
-        num_before = self.most - sampling["max_new_tokens"]  # sampled before it was interrupted
-        return max(1, min(self.most, round(length)) - num_before)
 
 
 @dataclass(frozen=True)
@@ -67,8 +49,7 @@ class Scenario:
     group: int = 8
     bound: int = 2
     concurrency: int | None = None  # prompts; None is as many as the bound admits
-    lengths: Lengths = LognormalLengths(64, 0.0, 512)
-    given_lengths: Callable[[int, int], int] | None = None  # in place of them, by number of the prompt and sample
+    lengths: Callable[[int, int], int] = GroupLengths((64,), 1)  # by number of the prompt and of the sample
     max_new_tokens: int = 512
     prompt: int = 8
     publish_s: float = 0.0  # before the servers take part

@@ -7,7 +7,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -93,15 +93,12 @@ class _Workflow(RolloutWorkflow):
         self._gconfig = GenerationHyperparameters(n_samples=1, max_new_tokens=scenario.max_new_tokens)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict:
-        ids, given = data["input_ids"], self._scenario.given_lengths
-        request = ModelRequest(ids, self._gconfig)
+        ids = data["input_ids"]
 
         async def run(sample: int) -> TensorDict:
-            asked = request
-            if given is not None:
-                length = given(1000 * ids[0] + ids[1], sample)
-                asked = replace(request, gconfig=self._gconfig.new(min_new_tokens=length, max_new_tokens=length))
-            response = await engine.agenerate(asked)
+            length = self._scenario.lengths(1000 * ids[0] + ids[1], sample)
+            gconfig = self._gconfig.new(min_new_tokens=length, max_new_tokens=length)
+            response = await engine.agenerate(ModelRequest(ids, gconfig))
             if self._scenario.reward_s:
                 await asyncio.sleep(self._scenario.reward_s)
             return trajectory_from_response(response, float(sample % 2))
@@ -130,7 +127,7 @@ class Simulation:
         self.servers: dict[str, SimulatedServer] = {}
         for address in (f"s{number}:1" for number in range(scenario.num_servers)):
             speed = _SLOW_SPEED if self.draw.random() < scenario.slow_share else 1.0
-            self.servers[address] = SimulatedServer(address, scenario.server, self.loop, scenario.lengths, speed)
+            self.servers[address] = SimulatedServer(address, scenario.server, self.loop, speed)
         self.session, self.result = SimulatedSession(self.servers), Result()
         self.rollout = RemoteInferenceEngine(self._config(), surroundings=self._surroundings())
 

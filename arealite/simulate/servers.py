@@ -20,7 +20,7 @@ import aiohttp
 import orjson
 
 from arealite.inference.http import Json
-from arealite.planner.scenario import Lengths, ServerProfile
+from arealite.planner.scenario import ServerProfile
 
 _FULL_SHARE = 0.97  # of the cache, above which no sequence starts
 _LATE_S = 1e-7  # by which a timer comes later than the end that it is for, as equal floats may differ
@@ -52,7 +52,6 @@ class SimulatedServer:
     address: str
     profile: ServerProfile
     loop: asyncio.AbstractEventLoop
-    lengths: Lengths
     speed: float = 1.0
     version: int = 0
     busy_s: float = 0.0
@@ -189,11 +188,9 @@ class SimulatedServer:
 
     async def _generate(self, body: Json) -> Json:
         prompt, sampling = body["input_ids"], body["sampling_params"]
-        most = sampling["max_new_tokens"]
-        length = most if sampling["min_new_tokens"] == most else self.lengths(sampling, len(prompt))
         sequence = _Sequence(
             prompt=len(prompt),
-            left=max(1, min(length, most)),
+            left=sampling["max_new_tokens"],
             prefix=tuple(prompt[:4]),
             ended=self.loop.create_future(),
             spans=[(self.version, 0)],

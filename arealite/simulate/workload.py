@@ -63,7 +63,7 @@ def learned(run: RunFolder, config: GRPOConfig, seed: int) -> Scenario:
         server=ServerProfile(
             step_s, sequence_s, 0.0, 0.0, request_s, slots_of(config), bytes_per_s=1e12, swap_s=pause_s
         ),
-        given_lengths=GroupLengths(lengths[lengths.mean(1).argsort()].ravel().tolist(), lengths.shape[1], seed),
+        lengths=GroupLengths(lengths[lengths.mean(1).argsort()].ravel().tolist(), lengths.shape[1], seed),
         prompt=round(mean["prompt"]),
         train_s=0.0,
         train_token_s=mean["train"] / mean["tokens_per_s"] * num_ranks_of(config),

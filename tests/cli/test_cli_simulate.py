@@ -86,7 +86,7 @@ def test_a_run_that_fails_has_its_failure_for_a_verdict(run: str, capsys: pytest
 
 def test_a_config_is_simulated_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = save_qwen3(tmp_path / "model", seed=1)
-    options = ["--gpu", "h100", "--lengths", "8", "32", "0.5", "--steps", "4", "--json", "--vary", f"{BOUND}=0"]
+    options = ["--gpu", "h100", "--lengths", "32,0.5,8", "--steps", "4", "--json", "--vary", f"{BOUND}=0"]
     assert main(["simulate", str(CONFIG), *options, *KEYS[1:], f"actor.path={model}"]) == 0
     as_is, synchronous = lines(capsys.readouterr().out)
     assert as_is["train"] > 0.5 and as_is["decides"] == "trainer"  # a second each, for a model of no size

@@ -116,6 +116,7 @@ def test_a_run_of_workers_is_compared_and_laid_out(
     status, shown = plan(capsys, *words, config=str(CONFIGS / "gsm8k_ppo_cpu.yaml"))
     assert status == 1 and "problem: the run needs" in shown, "8 billion parameters and a critic in 8 GB"
     assert re.search(r"\nparameters +30\.51\d+ +30\.0000 +1\.02\n", shown)
+    assert re.search(r"\ngradients, activations +\S+ +110\.0000 ", shown), "what is left of the whole"
     assert "calls measured 15.000 s, predicted 15.000 s" in shown
     assert "\nworkers:\n  actor: {ranks: 2}\n  critic: {share: actor}\n" in shown
 

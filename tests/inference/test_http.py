@@ -105,7 +105,7 @@ async def test_a_process_without_files_says_so_and_accuses_no_server() -> None:
 async def turns_of_replies(num_tokens: int) -> list[str]:
     """Let three completions end at one moment; return the replies and the turns of the loop, in order."""
     loop, pool, order = asyncio.get_running_loop(), ServerPool(), []
-    server = SimulatedServer("s:1", ServerProfile(), loop, lambda sampling, prompt: num_tokens)
+    server = SimulatedServer("s:1", ServerProfile(), loop)
     config, session = InferenceEngineConfig(experiment_name="e", trial_name="t"), SimulatedSession({"s:1": server})
     completions = Completions(config, SGLangBackend(pause_mode="abort"), pool, cast("Any", session))
     pool.add("s:1")

@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 from testing_models import QWEN3_1_7B, QWEN3_8B, QWEN_1_5B
+from testing_simulated import lognormal_lengths
 
 from arealite.api.cli_args import GRPOConfig
 from arealite.planner.cost import estimated, load_gpu, lognormal, scenario
 from arealite.planner.memory import ModelShape
 from arealite.planner.predict import moments, predict
-from arealite.planner.scenario import LognormalLengths, Scenario, ServerProfile
+from arealite.planner.scenario import Scenario, ServerProfile
 from arealite.simulate.run import simulate
 
 Setting = tuple[ModelShape, str, int, int, int]
@@ -69,7 +70,7 @@ EQUAL = Scenario(
     batch_size=4,
     group=2,
     bound=0,
-    lengths=LognormalLengths(100, 0.0, 100),
+    lengths=lognormal_lengths(100, 0.0, 100),
     max_new_tokens=100,
     train_s=1.0,
     train_token_s=0.0,
@@ -90,7 +91,7 @@ def test_equal_lengths_by_hand() -> None:
 
 
 def test_a_larger_bound_is_never_slower_and_longer_tails_never_faster() -> None:
-    long = replace(EQUAL, lengths=LognormalLengths(100, 1.0, 800), max_new_tokens=800, num_servers=2)
+    long = replace(EQUAL, lengths=lognormal_lengths(100, 1.0, 800), max_new_tokens=800, num_servers=2)
     steps = [predict(replace(long, bound=bound)).step_s for bound in (0, 1, 2, 4, 8)]
     assert steps == sorted(steps, reverse=True)
     assert predict(replace(EQUAL, num_servers=2)).step_s < steps[0]
@@ -99,6 +100,6 @@ def test_a_larger_bound_is_never_slower_and_longer_tails_never_faster() -> None:
 
 def test_moments_of_equal_and_of_drawn_lengths() -> None:
     assert moments(EQUAL).powers == (100.0, 1e4, 1e6, 1e8) and moments(EQUAL).longest_of_batch == 100.0
-    drawn = moments(replace(EQUAL, lengths=LognormalLengths(100, 0.5, 10_000), max_new_tokens=10_000))
+    drawn = moments(replace(EQUAL, lengths=lognormal_lengths(100, 0.5, 10_000), max_new_tokens=10_000))
     assert drawn.powers[0] == pytest.approx(100, rel=0.05)
     assert drawn.powers[0] < drawn.longest_of_group < drawn.longest_of_batch

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 from testing_scenarios import H100, h100s
+from testing_simulated import lognormal_lengths
 
-from arealite.planner.scenario import LognormalLengths
 from arealite.simulate.run import Simulation, simulate
 
 pytestmark = pytest.mark.slow
@@ -44,7 +44,7 @@ def test_slow_servers_hold_up_no_batch() -> None:
 def test_a_filter_that_rejects_most_groups_starves_no_server() -> None:
     """Of three quarters, by default: steps took 52.7 s, as too few prompts waited while the trainer trained."""
     scenario = h100s(15, steps=6, warm_up=7, batch_size=16, concurrency=None, max_new_tokens=32, train_token_s=0.0112,
-                     lengths=LognormalLengths(8, 0.6, 32), rejected_share=0.75,
+                     lengths=lognormal_lengths(8, 0.6, 32), rejected_share=0.75,
                      rollout={"max_rejected_in_a_row": 10**6})  # fmt: skip
     result = simulate(scenario)
     assert result.failure is None and result.seconds / scenario.steps < 45

@@ -4,7 +4,9 @@ import math
 import random
 from typing import Any
 
-from arealite.planner.scenario import LognormalLengths, Scenario, ServerProfile
+from testing_simulated import lognormal_lengths
+
+from arealite.planner.scenario import Scenario, ServerProfile
 
 GRAIN = 256
 H100 = ServerProfile(  # a 1.7B model on one GPU
@@ -28,7 +30,7 @@ def h100s(num_servers: int, **changes: Any) -> Scenario:
         "batch_size": 8 * num_servers // 3,
         "concurrency": 8 * num_servers,
         "group": 16,
-        "lengths": LognormalLengths(8192 / GRAIN, 0.9, 31744 // GRAIN),
+        "lengths": lognormal_lengths(8192 / GRAIN, 0.9, 31744 // GRAIN),
         "max_new_tokens": 31744 // GRAIN,
         "prompt": 4,
         "train_s": 1.0,
@@ -54,7 +56,7 @@ def random_scenario(seed: int) -> Scenario:
         group=draw.choice([1, 2, 4]),
         bound=draw.choice([0, 1, 2, 4]),
         concurrency=draw.choice([None, 1, 3, 8, 32]),
-        lengths=LognormalLengths(draw.choice([4, 32, 64]), draw.choice([0.0, 1.0, 2.0]), 512),
+        lengths=lognormal_lengths(draw.choice([4, 32, 64]), draw.choice([0.0, 1.0, 2.0]), 512),
         train_s=draw.choice([0.0, 0.5, 5.0]),
         rejected_share=draw.choice([0.0, 0.0, 0.5]),
         slow_share=draw.choice([0.0, 0.3]),
