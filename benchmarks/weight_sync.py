@@ -152,7 +152,7 @@ def receive(port: int, specs: list[ParamSpec], pipe: Connection) -> None:
     group = join_group(LOOPBACK, port, 1, 2, "alone")
     while pipe.recv() == "next":
         pipe.send("ready")
-        receive_bucket([group] * len(specs), specs)
+        receive_bucket([(group, spec) for spec in specs])
         pipe.send("received")
 
 

@@ -104,7 +104,7 @@ def asynchronous(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_rl(
         *(model, tmp_path_factory.mktemp("asynchronous"), 4),
         *("allocation_mode=lite.d2p1t1+d2p1t1", "rollout.max_concurrent_rollouts=12"),
-        *("actor.adv_norm=false", "actor.group_reward_norm=false", "actor.reward_bias=-0.5"),
+        *("actor.adv_norm=false", "actor.baseline=none", "actor.reward_bias=-0.5"),
         *("recover.mode=auto", "recover.freq_steps=2", "perf_trace=true"),
     )
 
@@ -189,7 +189,7 @@ def test_synchronous_disk_with_a_reference(model: Path, tmp_path: Path) -> None:
 def test_one_process_samples_and_trains(model: Path, tmp_path: Path) -> None:
     folder = run_rl(
         *(model, tmp_path, 4, "allocation_mode=lite.d1|d1", "rollout.max_concurrent_rollouts=12"),
-        *("actor.adv_norm=false", "actor.group_reward_norm=false", "actor.reward_bias=-0.5"),
+        *("actor.adv_norm=false", "actor.baseline=none", "actor.reward_bias=-0.5"),
         *("actor.ppo_n_minibatches=3", "actor.proximal=recompute", "recover.mode=auto", "recover.freq_steps=2"),
     )
     check_run(folder, num_steps=4, bound=2, num_servers=1)

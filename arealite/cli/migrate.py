@@ -1,4 +1,4 @@
-"""`arealite migrate`: a YAML config of AReaLite v0.3 or AReaL as one of ours; comments at the end name the changes.
+"""`arealite migrate`: a YAML config of AReaLite v0.3 or AReaL as one of ours; stderr names the changes.
 
 The loader's own tables of old keys do the work, and the loader checks the result.
 """
@@ -16,27 +16,21 @@ from arealite.api.config.loader import ABSENT, lookup, read_yaml
 from arealite.api.config.types import config_keys
 from arealite.api.errors import ConfigError
 
-V03: Tree = {
-    "actor.reward_clip": 20.0,
-    "actor.adv_norm": True,
-    "actor.group_reward_norm": False,
-    "actor.kl_ctl": 0.1,
-    "actor.optimizer.eps": 1e-5,
-    "gconfig.n_samples": 1,
-}
-"""Defaults of v0.3 that differ from ours."""
-TODAY: Tree = {
+_DEFAULTS: Tree = {
     "actor.reward_clip": 20.0,
     "actor.baseline": "none",
     "actor.reward_scale": "none",
     "actor.kl_ctl": 0.1,
+    "gconfig.n_samples": 1,
+}
+"""Defaults of v0.3 and of AReaL in 2026 that differ from ours."""
+V03 = _DEFAULTS | {"actor.adv_norm": True, "actor.optimizer.eps": 1e-5}
+TODAY = _DEFAULTS | {
     "actor.gradient_checkpointing": False,
     "actor.optimizer.lr": 1e-3,
     "actor.optimizer.weight_decay": 0.01,
     "actor.optimizer.beta2": 0.999,
-    "gconfig.n_samples": 1,
 }
-"""Defaults of AReaL in 2026 that differ from ours."""
 _OF_TODAY = {"scheduler", "perf_tracer", "enable_offload"}
 _OURS = {"lite", "reward", "perf_trace", "agent", "workers", "mode", "teacher"}
 _CHOICES = {"algorithm", "baseline", "reward_scale", "proximal", "correction", "aggregation", "objective", "lora"}
@@ -45,7 +39,7 @@ _CHOICES = {"algorithm", "baseline", "reward_scale", "proximal", "correction", "
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Print a YAML config of AReaLite v0.3 or AReaL as one of ours: values and order stay, old "
-        "defaults that differ are written out, and comments at the end list each old key and what became of it."
+        "defaults that differ are written out, and stderr lists each old key and what became of it."
     )
     parser.epilog = "exit status: 0 the result loads, 1 something is left to decide, 2 the file can't be read"
     parser.add_argument("config", metavar="OLD.yaml")
@@ -66,10 +60,9 @@ def run(args: argparse.Namespace) -> int:
         changes.append(f"{key}={value} is written out: it was the default.")
     text = OmegaConf.to_yaml(config)
     problems += _refusals(text, config_cls)
-    print(_page(text, Path(path).name, changes, problems), end="")
-    lines = [f"changes: {len(changes)}, listed at the end of the file"] if changes else []
-    lines += [f"to decide: {problem}" for problem in problems]
-    print("\n".join(lines), file=sys.stderr)
+    print(text, end="")
+    for line in [*changes, *(f"to decide: {problem}" for problem in problems)]:
+        print(line, file=sys.stderr)
     return 1 if problems else 0
 
 
@@ -92,7 +85,6 @@ def _old_defaults(tree: Tree, given: Tree) -> Tree:
     backends = [str(block.get("backend")) for block in given.values() if isinstance(block, dict)]
     is_todays = bool(_OF_TODAY & given.keys()) or "reward_norm" in actor or any(":" in name for name in backends)
     moot = [] if given.get("ref") else ["actor.kl_ctl"]
-    moot += ["actor.baseline", "actor.reward_scale"] if "group_reward_norm" in actor else []
     return {
         key: value
         for key, value in (TODAY if is_todays else V03).items()
@@ -110,17 +102,3 @@ def _refusals(text: str, config_cls: type[BaseExperimentConfig]) -> list[str]:
         except ConfigError as error:
             return [line.replace(f" in {file}", "").replace(str(file), "this file") for line in str(error).splitlines()]
     return []
-
-
-def _page(text: str, name: str, changes: list[str], problems: list[str]) -> str:
-    """Return the file: the config, then what has changed and what the user must decide, as comments."""
-    lines = [f"# From {name}, by arealite migrate."]
-    for title, items in (("Changes", changes), ("To decide", problems)):
-        lines += [f"# {title}:", *map(_comment, items)] if items else []
-    first, *others = lines
-    return "\n".join([first, text.rstrip("\n"), *others]) + "\n"
-
-
-def _comment(text: str) -> str:
-    """Return a comment of one line, without characters that end a line or that YAML rejects."""
-    return "# - " + "".join(letter if letter.isprintable() else " " for letter in text)

@@ -46,11 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Become the server, or print its command."""
-    if not (args.join or args.config or args.overrides):
-        raise ConfigError(
-            "serve must be told what to serve: got neither --join nor --config nor keys. Add --join EXPERIMENT/TRIAL, "
-            "or allocation_mode=lite.d1 actor.path=MODEL."
-        )
     config = _joined_config(args) if args.join else _own_config(args)
     gpus = _check(config)
     secret, registry, host = secret_of_environment() or "", "", args.host or LOOPBACK
@@ -148,7 +143,7 @@ def _check_registry(
         )
     try:
         address, node = address_in(registry)
-        servers = asyncio.run(RegistryClient(address, secret).watch(timeout_s=0)).servers.values()
+        asyncio.run(RegistryClient(address, secret).watch(timeout_s=0))
     except RegistryError as error:
         if may_wait and RunFolder(config).path.is_dir() and not isinstance(error, RegistryRefusedError):
             return host or host_ip()
@@ -156,11 +151,6 @@ def _check_registry(
             f"the registry of the run must be reached: {error} Join while the run lasts; where its folder can't be "
             f"seen, set {REGISTRY_VARIABLE}=HOST:PORT to what is in its registry.json."
         ) from error
-    if others := {one.backend for one in servers} - {config.rollout.backend}:
-        raise ConfigError(
-            f"a server must be of the run's backend: got {config.rollout.backend}, and it has {', '.join(others)}. "
-            "Leave allocation_mode as the run has it."
-        )
     its_host = address.rpartition(":")[0]
     if is_loopback(its_host):
         if node and node != platform.node():
@@ -169,9 +159,4 @@ def _check_registry(
                 "or start the run by the launcher for Slurm or Ray, or by hand."
             )
         return host or LOOPBACK
-    if host is not None and is_loopback(host):
-        raise ConfigError(
-            f"--host must be an address that the run's trainers reach: got {host}, and its registry is at {address}. "
-            "Leave --host out, or name an interface that other nodes reach."
-        )
     return host or address_toward(its_host)

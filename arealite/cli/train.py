@@ -7,7 +7,6 @@
 
 import argparse
 import json
-import math
 import re
 import sys
 from collections.abc import Sequence
@@ -116,9 +115,6 @@ def _split(words: Sequence[str]) -> tuple[str, list[str]]:
             f"got {kind or 'nothing'}. Correct it, or give --model, --data and --reward or --sft."
         )
     prefix = f"trainer.{kind.rpartition(':')[2]}."
-    for key in keys:
-        if key.startswith("trainer.") and not key.startswith(prefix):
-            raise ConfigError(f"keys of the trainer must begin with {prefix}: got {key}. Correct or remove it.")
     return kind, [key.removeprefix(prefix) for key in keys]
 
 
@@ -145,11 +141,6 @@ def _trainer_type(args: argparse.Namespace) -> list[str]:
             "options --model, --data, --reward and --sft must go with trainer.type=grpo, or sft without a reward: "
             f"got {', '.join(sorted(named))}{' and --sft' * args.sft}. Give keys of the trainer in their place."
         )
-    if args.reward and (args.sft or "sft" in named):
-        raise ConfigError(
-            f"--reward must be left out of fine-tuning, which learns answers: got {args.reward[0]}. "
-            "Remove it, or fine-tune in a run before."
-        )
     return [] if named else [f"{TYPE}{'sft' if args.sft else 'grpo'}"]
 
 
@@ -160,7 +151,7 @@ def _own_data(args: argparse.Namespace, kind: str, given: Sequence[str]) -> tupl
         f"{_MODELS[kind]}.path": ("--model FOLDER", args.model),
         "train_dataset.path": ("--data FILE.jsonl", args.data),
     }
-    if kind == "grpo":
+    if kind == "grpo" or args.reward:  # fine-tuning has no such key, as its config says
         option = "--reward FILE.py:FUNCTION, or --sft to learn the answers of the data"
         options["reward"] = (option, _reward(args.reward))
     for key, (option, value) in options.items():
@@ -177,19 +168,11 @@ def _reward(given: Sequence[str]) -> str | dict[str, float]:
     """Read `FILE.py:FUNCTION`, or several `FILE.py:FUNCTION=WEIGHT`, as the value of `reward`."""
     weights: dict[str, float] = {}
     for text in given:
-        match = re.fullmatch(r"(.+:\w+)(?:=(.+))?", text)
-        name, weight = match.groups() if match else ("", None)
-        try:
-            number = float(weight or 1)
-        except ValueError:
-            number = 0.0
-        if not name or name in weights or number == 0 or not math.isfinite(number):
-            raise ConfigError(
-                "--reward must be FILE.py:FUNCTION or FILE.py:FUNCTION=WEIGHT, a number but 0, each function once: "
-                f"got {text}. Correct it."
-            )
-        weights[name] = number
-    return next(iter(weights), "") if [*weights.values()] in ([], [1.0]) else weights
+        match = re.fullmatch(r"(.+:\w+)(?:=([-+.\w]+))?", text)
+        if match is None:
+            raise ConfigError(f"--reward must be FILE.py:FUNCTION or FILE.py:FUNCTION=WEIGHT: got {text}. Correct it.")
+        weights[match[1]] = yaml.safe_load(match[2] or "1")
+    return next(iter(weights), "") if [*weights.values()] in ([], [1]) else weights
 
 
 def _name(data: str) -> str:

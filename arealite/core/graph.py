@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 SOURCES = ("rollout", "data")
 """Roles of a source: episodes, or rows of the data set."""
 Interface = Literal["generate", "inference", "train_step"]
-Edge = tuple[str, str, tuple[str, ...]]
-"""A call, a call that depends on it, and the keys between them; without keys for `after`."""
 
 
 @dataclass(frozen=True)
@@ -173,14 +171,10 @@ class DataFlowGraph:
             got = " -> ".join(error.args[1])
             raise ConfigError(f"calls must not wait for each other: got {got}. Remove a key or an after.") from None
 
-    def edges(self) -> list[Edge]:
-        """Return the edges that no longer path implies, for drawings."""
-        return [
-            (before, name, keys)
-            for name, needed in self.needs.items()
-            for before, keys in needed.items()
-            if not any(before in self.ancestors[needed_name] for needed_name in needed)
-        ]
+    def direct_needs(self, name: str) -> list[str]:
+        """Return the calls that must end before a call, except those that end before another of them."""
+        needs = self.needs[name]
+        return [before for before in needs if not any(before in self.ancestors[needed] for needed in needs)]
 
     def __str__(self) -> str:
         """Return the calls in their order, each with its role, the keys that it reads, and those that it makes."""
@@ -247,10 +241,7 @@ def _check_names(graph: DataFlowGraph) -> None:
 
 
 def _check_engines(graph: DataFlowGraph) -> None:
-    """Require an engine and a call for each role, and functions that fit the engines."""
-    for role in graph.engines:
-        has_call = any(call.role == role for call in graph.calls)
-        require(has_call, f"a role with an engine must have a call: got {role}. Add one, or remove it from engines.")
+    """Require an engine for each role, and functions that fit the engines."""
     for call in graph.calls:
         if not call.is_source:
             check_role(call.name, call.role, graph.engines)
@@ -285,16 +276,13 @@ def _check_run(call: ModelFunctionCall, engine: type) -> None:
 
 
 def _check_keys(graph: DataFlowGraph) -> None:
-    """Require that each key has exactly one maker and at least one reader."""
+    """Require that each key has exactly one maker."""
     optional = {key for call in graph.calls for key in call.outputs if key.endswith("?")}
-    for key, maker in graph.makers.items():
+    for key in graph.makers:
         makers = [call.name for call in graph.calls if {key, f"{key}?"} & {*call.outputs}]
         require(
             len(makers) == 1, f"a key must have one maker: got {key} of {listed(makers)}. Rename it in one of them."
         )
-        is_read = any({key, f"{key}?"} & {*call.inputs} for call in graph.calls)
-        change = "Remove it, or add it to the inputs of a call."
-        require(is_read, f"an output must be read by a call: got {key} of {maker}. {change}")
     for call in graph.calls:
         for key in call.inputs:
             change = nearest(key.removesuffix("?"), graph.makers, otherwise="Add it to the outputs of a call.")

@@ -3,7 +3,6 @@
 The master rewrites it every few seconds, and a browser reloads it until the run has ended.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -18,12 +17,7 @@ from arealite.launcher.plan.layout import Group
 from arealite.utils.files import write_atomically
 
 RELOAD_S = 2
-ROW_HEIGHT, LETTER_WIDTH, BAR_WIDTH, END_WIDTH = 26, 7.8, 720, 150
 _CSS = Path(viewer.__file__).with_name("page") / "page.css", Path(__file__).with_name("page.css")
-
-# Sizes of the drawing of the graph.
-COLUMN_GAP, ROW_GAP, BOX_WIDTH, BOX_HEIGHT, MARGIN = 56, 20, 216, 74, 8
-NAME_WIDTH = 8.5  # of a letter
 SIGNS = {"waiting": "○", "running": "▶", "done": "✓", "replayed": "↻"}
 
 
@@ -68,12 +62,11 @@ def render(run: RunFolder, progress: Progress, *, now: float) -> str:
     body = [
         f'<header><p class="brand">AReaLite dataflow</p><h1>{title}</h1><p class="lead">{lead}</p></header>',
         _cards(calls, last) if last else "",
-        _section(f"Step {progress.step}", f'<div class="drawing">{svg(progress.graph, progress.states)}</div>'),
+        _section(f"Step {progress.step}", _drawing(progress.graph, progress.states)),
         _section("Groups of workers", _groups(progress, last)),
     ]
     if last:
-        heading = f"Timeline of step {calls[0].step}"
-        body.append(_section(heading, f'<div class="drawing">{_timeline(calls, last)}</div>'))
+        body.append(_section(f"Timeline of step {calls[0].step}", _timeline(calls, last)))
     body.append(_section("Incidents", _incidents(progress.incidents)))
     content = "\n".join(body)
     return f"""<!doctype html>
@@ -101,52 +94,26 @@ def _section(heading: str, content: str) -> str:
     return f"<section><h2>{heading}</h2>{content}</section>"
 
 
-def svg(graph: DataFlowGraph, states: Mapping[str, CallState]) -> str:
-    """Draw the graph in columns from left to right, by the longest path to a call; a call without a state waits."""
-    width = max(BOX_WIDTH, 28 + NAME_WIDTH * max(len(call.name) for call in graph.calls))
+def _drawing(graph: DataFlowGraph, states: Mapping[str, CallState]) -> str:
+    """Show the calls in columns from left to right, by the longest path to a call; a call without a state waits."""
     depths: dict[str, int] = {}
-    columns: dict[int, list[str]] = {}
+    columns: dict[int, str] = {}
     for call in graph.order():
         depth = depths[call.name] = max((depths[name] + 1 for name in graph.needs[call.name]), default=0)
-        columns.setdefault(depth, []).append(call.name)
-    pitch, num_rows = BOX_HEIGHT + ROW_GAP, max(map(len, columns.values()))
-    corners = {
-        name: (MARGIN + column * (width + COLUMN_GAP), MARGIN + pitch * (row + (num_rows - len(names)) / 2))
-        for column, names in columns.items()
-        for row, name in enumerate(names)
+        box = _box(call, states.get(call.name, CallState()), graph.direct_needs(call.name))
+        columns[depth] = columns.get(depth, "") + box
+    return f'<div class="drawing graph">{"".join(f"<div>{boxes}</div>" for boxes in columns.values())}</div>'
+
+
+def _box(call: ModelFunctionCall, state: CallState, after: Sequence[str]) -> str:
+    texts = {
+        "name": call.name,
+        "kind": f"{call.role} · {call.interface}",
+        "after": f"after {', '.join(after)}" if after else "",
+        "state": f"{SIGNS[state.status]} {_progress(state)}",
     }
-    right = 2 * MARGIN + len(columns) * (width + COLUMN_GAP) - COLUMN_GAP
-    bottom = 2 * MARGIN + num_rows * pitch - ROW_GAP
-    lines = [
-        f'<svg class="graph" xmlns="http://www.w3.org/2000/svg" role="img" aria-label="dataflow graph" '
-        f'width="{right:g}" height="{bottom:g}" viewBox="0 0 {right:g} {bottom:g}" font-family="sans-serif">',
-        '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" '
-        'markerUnits="userSpaceOnUse" orient="auto"><path class="head" d="M0 0 8 4 0 8z"/></marker></defs>',
-    ]
-    for before, name, keys in graph.edges():
-        title = escape(f"{before} to {name}: {', '.join(keys) or 'order only'}")
-        kind = "" if keys else ' class="after"'
-        (x, y), (end_x, end_y) = corners[before], corners[name]
-        x, y, end_y, middle = x + width, y + BOX_HEIGHT / 2, end_y + BOX_HEIGHT / 2, (x + width + end_x) / 2
-        curve = f"M{x:g} {y:g}C{middle:g} {y:g} {middle:g} {end_y:g} {end_x:g} {end_y:g}"
-        lines.append(f'<path{kind} marker-end="url(#head)" d="{curve}"><title>{title}</title></path>')
-    for call in graph.order():  # boxes cover the edges that pass behind them
-        lines.append(_box(call, states.get(call.name, CallState()), *corners[call.name], width))
-    return "\n".join([*lines, "</svg>"])
-
-
-def _box(call: ModelFunctionCall, state: CallState, left: float, top: float, width: float) -> str:
-    lines = [
-        ("name", call.name),
-        ("kind", f"{call.role} · {call.interface}"),
-        ("state", f"{SIGNS[state.status]} {_progress(state)}"),
-    ]
-    texts = "".join(
-        f'<text class="{kind}" x="{left + 14:g}" y="{top + 19 * row + 22.5:g}">{escape(text)}</text>'
-        for row, (kind, text) in enumerate(lines)
-    )
-    rect = f'<rect x="{left:g}" y="{top:g}" width="{width:g}" height="{BOX_HEIGHT}" rx="8"/>'
-    return f'<g class="{state.status}" data-call="{call.name}">{rect}{texts}</g>'
+    lines = "".join(f'<p class="{kind}">{escape(text)}</p>' for kind, text in texts.items())
+    return f'<div class="call {state.status}" data-call="{call.name}">{lines}</div>'
 
 
 def _progress(state: CallState) -> str:
@@ -196,36 +163,15 @@ def _table(rows: Iterable[Sequence[str]], *, kind: str) -> str:
 
 def _timeline(calls: Sequence[CallRecord], last: Summary) -> str:
     """Draw a bar per attempt, in the order in which they began, over the seconds of the step."""
-    start, seconds = last.begin, last.end - last.begin
-    scale = BAR_WIDTH / seconds
-    zero = 16 + LETTER_WIDTH * max(len(f"{call.call} {call.group}") for call in calls)
-    width, height = zero + BAR_WIDTH + END_WIDTH, ROW_HEIGHT * (len(calls) + 1)
-    lines = [
-        f'<svg class="timeline" role="img" aria-label="timeline of calls" width="{width:g}" height="{height}" '
-        f'viewBox="0 0 {width:g} {height}">'
-    ]
-    for second in _ticks(seconds):
-        x = zero + second * scale
-        lines.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height - ROW_HEIGHT}"/>')
-        lines.append(f'<text class="soft" text-anchor="middle" x="{x:.1f}" y="{height - 8}">{second:g} s</text>')
-    for row, call in enumerate(sorted(calls, key=lambda call: call.begin)):
-        left, length = zero + (call.begin - start) * scale, max(2.0, call.seconds * scale)
-        y = row * ROW_HEIGHT
-        duration = f"{call.seconds:.2f} s" + (f", attempt {call.attempt}" if call.attempt > 1 else "")
-        lines += [
-            f'<g class="{"again" if call.attempt > 1 else "first"}" data-call="{escape(call.call)}">',
-            f'<text x="0" y="{y + 17}">{escape(call.call)} <tspan class="soft">{escape(call.group)}</tspan></text>',
-            f'<rect x="{left:.1f}" y="{y + 5}" width="{length:.1f}" height="{ROW_HEIGHT - 10}" rx="3"/>',
-            f'<text class="soft" x="{left + length + 6:.1f}" y="{y + 17}">{duration}</text></g>',
-        ]
-    return "\n".join([*lines, "</svg>"])
-
-
-def _ticks(seconds: float) -> list[float]:
-    """Return at most eight round numbers from 0 to `seconds`."""
-    size = 10.0 ** math.floor(math.log10(seconds / 7))
-    step = next(size * factor for factor in (1, 2, 5, 10) if seconds <= 7 * size * factor)
-    return [number * step for number in range(int(seconds / step) + 1)]
+    percent = 100 / (last.end - last.begin)
+    lines = []
+    for call in sorted(calls, key=lambda call: call.begin):
+        name = f'{escape(call.call)} <span class="soft">{escape(call.group)}</span>'
+        place = f"margin-left:{(call.begin - last.begin) * percent:.3f}%;width:{call.seconds * percent:.3f}%"
+        kind, attempt = ("again", f", attempt {call.attempt}") if call.attempt > 1 else ("first", "")
+        bar = f'<td class="bar"><div style="{place}"></div></td>'
+        lines.append(f'<tr class="{kind}"><td>{name}</td>{bar}<td>{call.seconds:.2f} s{attempt}</td></tr>')
+    return f'<div class="drawing timeline"><table>{"".join(lines)}</table></div>'
 
 
 def _date(time: float) -> str:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial, partialmethod
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,9 @@ from arealite.utils.distributed import meeting_address
 from arealite.utils.files import FileEntry
 from arealite.utils.network import hold_port, port_of
 from arealite.utils.tensors import TOKENS
+
+if TYPE_CHECKING:
+    from arealite.core.workers import Workers
 
 _POLL_S = 0.5
 _UPLOAD_TIMEOUTS = 2  # timeouts of an update within which workers must send: one to meet the servers, one to send
@@ -63,18 +66,10 @@ def _upload(engine: Any, meta: WeightUpdateMeta) -> dict[str, str]:
     return meta.transfer.fingerprints
 
 
-class Hub(Protocol):
-    """The parts of `Workers` that concern all groups: sending batches and beginning steps."""
-
-    def scatter(self, batch: TensorDict) -> RemoteBatch: ...
-
-    def note_step(self, step: int) -> None: ...
-
-
 class RemoteEngine:
     """Runs the methods of a role's engine on its group. `call` runs any method that has no stub here."""
 
-    def __init__(self, workers: Hub, group: WorkerGroup, role: str, make: Callable[[], Any], config: Any) -> None:
+    def __init__(self, workers: Workers, group: WorkerGroup, role: str, make: Callable[[], Any], config: Any) -> None:
         self.config = config
         self.role, self.group = role, group
         self._workers = workers

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from arealite.api.cli_args import BaseExperimentConfig, DatasetConfig
 from arealite.dataset.loader import Mixture, names_of, other_sources, weights_of
-from arealite.dataset.prepare import Tools, prepare_rows
+from arealite.dataset.prepare import prepare_rows
 from arealite.dataset.rows import Row, Rows
-from arealite.dataset.sources import MissingSplitError, is_one_file, read_rows
+from arealite.dataset.sources import SUFFIXES, MissingSplitError, read_rows
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def get_custom_dataset(
     if columns.keys() & {"mixed_with", "weight"}:
         raise ValueError("get_custom_dataset must get one source: got mixed_with or weight. Use load_datasets(config).")
     config = DatasetConfig(path=path, type=type, max_length=max_length, max_rows=max_rows, **columns)
-    rows = prepare_rows(read_rows(config, split or "train", seed), config, Tools(tokenizer, processor))
+    rows = prepare_rows(read_rows(config, split or "train", seed), config, tokenizer, processor)
     if type == "rl" or world_size == 1:
         return rows
     share = len(rows) // world_size
@@ -70,14 +70,14 @@ def load_datasets(
     Without a split of their own, the held-out rows are the last ones of the source, and never trained on. In an
     evaluation, which trains on none, they are all rows of the source. A mixture holds out rows of its first source.
     """
-    train, valid, tools = config.train_dataset, config.valid_dataset, Tools(tokenizer, processor)
+    train, valid = config.train_dataset, config.valid_dataset
     if tokenizer.chat_template is None:
         logger.warning("the tokenizer has no chat template: prompts are plain texts, without roles.")
     if not train.path and valid is not None:
-        return Rows([]), prepare_rows(_read_whole(valid, config.seed), valid, tools)
+        return Rows([]), prepare_rows(_read_whole(valid, config.seed), valid, tokenizer, processor)
     rows, held_out, first_held_out = read_rows(train, train.split or "train", config.seed), None, 0
     if valid is not None:
-        is_file = is_one_file(valid.path)
+        is_file = valid.path.endswith(SUFFIXES)  # which has no splits
         is_other_config = valid.config_name != train.config_name and not is_file
         is_own = valid.path != train.path or valid.split is not None or is_other_config
         try:
@@ -98,9 +98,9 @@ def load_datasets(
             rows, held_out = rows[:-num], rows[-num:]
             first_held_out = len(rows)
     mixed = [(read_rows(block, block.split or "train", config.seed), block) for block in other_sources(train)]
-    parts = [prepare_rows(rows, block, tools) for rows, block in ((rows, train), *mixed)]
+    parts = [prepare_rows(rows, block, tokenizer, processor) for rows, block in ((rows, train), *mixed)]
     train_rows = Mixture(parts, weights_of(train), config.seed, names_of(train)) if mixed else parts[0]
-    return train_rows, held_out and prepare_rows(held_out, valid or train, tools, first_held_out)
+    return train_rows, held_out and prepare_rows(held_out, valid or train, tokenizer, processor, first_held_out)
 
 
 def _read_whole(config: DatasetConfig, seed: int) -> Rows:

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import json
 import logging
-import tempfile
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -29,20 +28,6 @@ from arealite.utils.token_ids import expansion, image_token_id
 logger = logging.getLogger("arealite.dataset")
 MARK = "<image>"  # marks the place of the next image in a text
 
-KNOWN: dict[str, dict[str, Any]] = {
-    "clevr_count_70k": {
-        "prompt_key": "problem",
-        "image_key": "images",
-        "system_prompt": "Count the objects in the image. Answer with their number in square brackets, such as [4].",
-    },
-    "geometry3k": {
-        "prompt_key": "problem",
-        "image_key": "images",
-        "prompt_suffix": "\nPlease reason step by step, and put your final answer within \\boxed{}.",
-    },
-}
-"""Keys of known data sets, by a part of their path, where a config does not set them."""
-
 _PROMPTS = ("messages", "conversations", "question", "prompt")  # columns, where prompt_key names none
 _ROLES = {"human": "user", "gpt": "assistant", "function": "tool"}  # of ShareGPT's format
 _TOKENS = {"input_ids": datasets.List(datasets.Value("int32")), "loss_mask": datasets.List(datasets.Value("int8"))}
@@ -53,30 +38,19 @@ _CHANGE_NO_ROW = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Tools:
-    """The tokenizer, and the processor that counts the tokens of images."""
+def prepare_rows(rows: Rows, config: DatasetConfig, tokenizer: Any, processor: Any, start: int = 0) -> Rows:
+    """Return rows of a source, from its row `start` on, as prompts, demonstrations or pairs.
 
-    tokenizer: Any
-    processor: Any = None
-
-    @functools.cached_property
-    def content(self) -> str:
-        """A digest that changes when the tokenizer or our code does."""
-        return _tokenizer_content(self.tokenizer) + _code_content()
-
-
-def prepare_rows(rows: Rows, config: DatasetConfig, tools: Tools, start: int = 0) -> Rows:
-    """Return rows of a source, from its row `start` on, as prompts, demonstrations or pairs."""
-    config = with_known_keys(config)
+    `processor` counts the tokens of images.
+    """
     if config.image_key and config.type in PAIRS:
         raise ValueError(f"pairs of answers must be about texts: got the image_key {config.image_key}. Use other data.")
-    if config.image_key and tools.processor is None:
+    if config.image_key and processor is None:
         raise ValueError(
             f"processor must be given for rows with images ({config.image_key} of {config.path}): got None. Use a "
             "script that shows images, such as clevr_count_70k_grpo.py: it passes load_image_processor(...)."
         )
-    preparation = _Preparation(rows[: config.max_rows], config, tools, start)
+    preparation = _Preparation(rows[: config.max_rows], config, tokenizer, processor, start)
     return preparation.rows_of(preparation.write())
 
 
@@ -84,7 +58,8 @@ def prepare_rows(rows: Rows, config: DatasetConfig, tools: Tools, start: int = 0
 class _Preparation:
     rows: Rows
     config: DatasetConfig
-    tools: Tools
+    tokenizer: Any
+    processor: Any
     start: int
 
     def write(self) -> datasets.Dataset:
@@ -93,11 +68,12 @@ class _Preparation:
         return written(self.entries, datasets.Features(features), self.key(), what=self.config.path)
 
     def key(self) -> str | None:
-        """Return the key of the result in the cache; None for rows with images, as these may be files that change."""
-        if self.config.image_key:
+        """Return the key of the result in the cache; None for rows with images, as these may be files that change, and
+        for a tokenizer in Python, whose content has no one text."""
+        if self.config.image_key or not getattr(self.tokenizer, "is_fast", True):
             return None
         keys = {name: value for name, value in vars(self.config).items() if name not in _CHANGE_NO_ROW}
-        parts = self.rows.content, json.dumps(keys, sort_keys=True), self.tools.content
+        parts = self.rows.content, json.dumps(keys, sort_keys=True), _tokenizer_content(self.tokenizer), _code_content()
         return digest_of(*(part.encode() for part in parts))
 
     def entries(self) -> Iterator[Row]:
@@ -108,7 +84,7 @@ class _Preparation:
             made_of = ((at, made) for at, all_made in enumerate(tokens) for made in all_made)
             for at, made in made_of:
                 if config.max_length:
-                    length = _length(made)
+                    length = max(len(answer["input_ids"]) for answer in made.get("pair", [made]))
                     shortest = min(length, length if shortest is None else shortest)
                     if length > config.max_length:
                         continue
@@ -157,7 +133,7 @@ class _Preparation:
         if not isinstance(row, dict):
             raise ValueError(f"every row must have columns: got {type(row).__name__} in {where}. Correct it.")
         if self.config.type in PAIRS:
-            return {"pair": pair_of(row, where, self.config, self.tools.tokenizer)}
+            return {"pair": pair_of(row, where, self.config, self.tokenizer)}
         return with_messages(row, where, self.config)
 
     def _where(self, index: int) -> str:
@@ -165,7 +141,7 @@ class _Preparation:
 
     def _tokens(self, rows: list[Row], first: int) -> list[list[Row]]:
         """Return what each row becomes; of prompts without a limit only the first of all is tokenized, as a trial."""
-        config, tokenizer = self.config, self.tools.tokenizer
+        config, tokenizer = self.config, self.tokenizer
         if config.type in PAIRS:
             return [[row] for row in rows]
         if config.type == "sft":
@@ -176,24 +152,22 @@ class _Preparation:
             tokens = [[{"input_ids": ids}] for ids in prompts] + [[{}] for _ in rows[num_tried:]]
         if config.image_key:
             for made, row in zip(tokens, rows, strict=True):
-                made[:] = [
-                    expanded(one, row["images"], tokenizer, self.tools.processor) if one else one for one in made
-                ]
+                made[:] = [expanded(one, row["images"], tokenizer, self.processor) if one else one for one in made]
         return tokens
 
     def _prompts(self, rows: list[Row], first: int) -> list[list[int]]:
         conversations = [row["messages"] for row in rows]
         try:
-            return prompt_tokens(self.tools.tokenizer, conversations)
+            return prompt_tokens(self.tokenizer, conversations)
         except ValueError:
             for at, messages in enumerate(conversations):
                 with _naming(self._where(first + at)):
-                    prompt_tokens(self.tools.tokenizer, [messages])
+                    prompt_tokens(self.tokenizer, [messages])
             raise
 
     def _demonstrations(self, row: Row, where: str) -> list[Row]:
         """Return the rows that a conversation becomes, or a prompt that its answer follows."""
-        messages, tokenizer = row["messages"], self.tools.tokenizer
+        messages, tokenizer = row["messages"], self.tokenizer
         with _naming(where):
             is_asked = messages[-1]["role"] != "assistant"
             if is_asked and tokenizer.chat_template is None:
@@ -226,21 +200,11 @@ def _without_template(tokenizer: Any, prompt: list[Row], answer: str) -> Row:
     return {"input_ids": ids + taught, "loss_mask": [0] * len(ids) + [1] * len(taught)}
 
 
-def _length(tokens: Row) -> int:
-    return max(len(answer["input_ids"]) for answer in tokens.get("pair", [tokens]))
-
-
 def _tokenizer_content(tokenizer: Any) -> str:
-    """Return a digest that changes when the files of a tokenizer do, or its chat template."""
+    """Return a text that changes when a tokenizer does, or its chat template, which may show the special tokens."""
     if tokenizer is None:
         return ""
-    with tempfile.TemporaryDirectory() as name:
-        tokenizer.save_pretrained(name)
-        files = sorted(path for path in Path(name).rglob("*") if path.is_file())
-        special = f"{tokenizer.chat_template} {tokenizer.eos_token_id}"
-        return digest_of(
-            special.encode(), *(part for path in files for part in (path.name.encode(), path.read_bytes()))
-        )
+    return f"{tokenizer.backend_tokenizer.to_str()} {tokenizer.special_tokens_map} {tokenizer.chat_template}"
 
 
 @functools.cache
@@ -254,8 +218,7 @@ def _code_content() -> str:
 def with_messages(row: Row, where: str, config: DatasetConfig) -> Row:
     """Add the conversation and, under the name that rewards know, the answer."""
     key = config.prompt_key or next((name for name in _PROMPTS if name in row), "question")
-    if (prompt := column_of(row, key)) is None:
-        raise _missing(row, where, key, "prompt_key")
+    prompt = _required(row, where, key, "prompt_key")
     column = config.answer_key or "answer"
     if column == "answer" and column not in row and config.type == "sft" and "completion" in row:
         column = "completion"
@@ -273,9 +236,8 @@ def with_messages(row: Row, where: str, config: DatasetConfig) -> Row:
         )
     if is_complete or (config.answer_key is None and config.type == "rl"):
         return {**row, "messages": messages}
-    if (value := column_of(row, column)) is None:
-        advice = " (null if rewards need none)" if config.type == "rl" else ""
-        raise _missing(row, where, column, "answer_key", advice)
+    advice = " (null if rewards need none)" if config.type == "rl" else ""
+    value = _required(row, where, column, "answer_key", advice)
     is_structured = config.type == "rl" and isinstance(value, list | dict)
     return {**row, "answer": value if is_structured else str(value), "messages": messages}
 
@@ -324,14 +286,11 @@ def _usual(turn: Row) -> Row:
 def pair_of(row: Row, where: str, config: DatasetConfig, tokenizer: Any) -> list[Row]:
     """Tokenize the chosen and the rejected answer; their common beginning is not trained on."""
     key = config.prompt_key or "prompt"
-    given = column_of(row, key)
-    if config.prompt_key is not None and given is None:
-        raise _missing(row, where, key, "prompt_key")
+    given = column_of(row, key) if config.prompt_key is None else _required(row, where, key, "prompt_key")
     prompt = None if given is None else _messages(given, where, key, "prompt_key", config)
     conversations: list[list[Row] | str] = []
     for name, column in (("chosen_key", config.chosen_key), ("rejected_key", config.rejected_key)):
-        if (answer := column_of(row, column)) is None:
-            raise _missing(row, where, column, name)
+        answer = _required(row, where, column, name)
         if not isinstance(answer, list):
             said = {"role": "assistant", "content": str(answer)}
             conversations.append(str(answer) if prompt is None else [*prompt, said])
@@ -381,20 +340,15 @@ def _has_text(message: Row) -> bool:
     return isinstance(content, str) or is_parts or bool(message.get("tool_calls"))
 
 
-def _missing(row: Row, where: str, column: str, key: str, advice: str = "") -> ValueError:
+def _required(row: Row, where: str, column: str, key: str, advice: str = "") -> Any:
+    """Return the value of a column that `key` of the config names."""
+    if (value := column_of(row, column)) is not None:
+        return value
     columns = ", ".join(f"{name} (null)" if value is None else str(name) for name, value in row.items())
-    return ValueError(
+    raise ValueError(
         f"every row must have the column {column}: got {columns} in {where}. "
         f"Set train_dataset.{key} to the name of your column{advice}, or drop the row."
     )
-
-
-def with_known_keys(config: DatasetConfig) -> DatasetConfig:
-    """Return the config with the keys of a known data set, unless it names columns of its own."""
-    known = next((keys for name, keys in KNOWN.items() if name in config.path), {})
-    unset = {key: value for key, value in known.items() if not getattr(config, key)}
-    is_own = config.prompt_key is not None or config.image_key is not None
-    return config if is_own else config.new(**unset)
 
 
 def images_of(row: dict[str, Any], where: str, column: str) -> list[Any]:

@@ -6,7 +6,7 @@ import io
 import json
 import re
 import runpy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import parse_qsl
@@ -36,11 +36,6 @@ _FUNCTION = re.compile(r"(.+\.py):(\w+)(?:\?(.*))?")
 
 class MissingSplitError(ValueError):
     """The source has no split of that name."""
-
-
-def is_one_file(path: str) -> bool:
-    """Return whether a source is one file, which has no splits."""
-    return path.endswith(SUFFIXES)
 
 
 def read_rows(config: DatasetConfig, split: str, seed: int) -> Rows:
@@ -76,38 +71,30 @@ def _read_split(config: DatasetConfig, split: str, seed: int) -> datasets.Datase
     if match := _HUB_FILE.fullmatch(path):
         return _load_hub(match[1], data_files=match[2], split="train")
     if path in ("gsm8k", "openai/gsm8k"):
-        return _read_hub("openai/gsm8k", config.config_name or "main", split)
+        return _of_splits(path, _load_hub("openai/gsm8k", config.config_name or "main"), split)
     if local.is_dir() and (local / "data").is_dir():  # a data set of the hub that was downloaded
-        return _read_hub(str(local), config.config_name, split)
-    if saved := next((name for name in _SAVED if (local / name).is_file()), None):
-        return _of_splits(path, datasets.load_from_disk(str(local)), split, has_splits=saved == _SAVED[0])
+        return _of_splits(path, _load_hub(str(local), config.config_name), split)
+    if any((local / name).is_file() for name in _SAVED):
+        saved = datasets.load_from_disk(str(local))
+        return _of_splits(path, {"train": saved} if isinstance(saved, datasets.Dataset) else saved, split)
     if path and local.exists():
         local = _file_of_split(local, split) if local.is_dir() else local
         return _read_file(local)
     if path.endswith(SUFFIXES) and not path.startswith(_HUB_SCHEME):
         raise ValueError(f"dataset file must exist: got {path!r}, which does not. Correct the path of the data set.")
     if _HUB_NAME.fullmatch(path):
-        return _read_hub(path, config.config_name, split)
+        return _of_splits(path, _load_hub(path, config.config_name), split)
     raise ValueError(f"dataset path must be {ACCEPTED}: got {path!r}, which is none of them. Correct it.")
 
 
-def _read_hub(path: str, config_name: str | None, split: str) -> datasets.Dataset:
-    return _of_splits(path, _load_hub(path, config_name), split)
-
-
-def _of_splits(path: str, splits: Any, split: str, *, has_splits: bool = True) -> datasets.Dataset:
-    """Return a split of those of a data set, or the whole one if it has none."""
-    if not has_splits and split == "train":
-        whole: datasets.Dataset = splits
-        return whole
-    if not has_splits or split not in splits:
-        names = ", ".join(splits) if has_splits else "none, as one table was saved"
+def _of_splits(path: str, splits: Mapping[str, datasets.Dataset], split: str) -> datasets.Dataset:
+    """Return a split of those of a data set."""
+    if split not in splits:
         raise MissingSplitError(
-            f"data set {path} must have the split {split}: got {names}. Set train_dataset.split (or "
+            f"data set {path} must have the split {split}: got {', '.join(splits)}. Set train_dataset.split (or "
             "valid_dataset.split)."
         )
-    of_split: datasets.Dataset = splits[split]
-    return of_split
+    return splits[split]
 
 
 def _load_hub(path: str, *names: Any, **options: Any) -> Any:

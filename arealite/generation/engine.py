@@ -41,11 +41,9 @@ class EngineStats:
     """The state of the engine, and counts since its start."""
 
     slots: int
-    cache_capacity_tokens: int
     version: str
     running: int = 0
     waiting: int = 0
-    cached_tokens: int = 0
     generated_tokens: int = 0
     prompt_tokens: int = 0  # of sequences that were given a slot, including what they had sampled before
     prefilled_tokens: int = 0  # prompt tokens that were computed; a slot held the keys and values of the others already
@@ -76,7 +74,7 @@ class GenerationEngine:
         self._threads, self._allow_stale_kv = threads, allow_stale_kv
         # A reused prefix differs in its last bits from one that is computed with the rest of the prompt.
         slots, reuses = runner.cache.slots, not runner.deterministic
-        self._stats = EngineStats(slots, slots * self.context, version)
+        self._stats = EngineStats(slots, version)
         self._table = SlotTable(runner.cache, slots=slots, context=self.context, reuses=reuses)
         max_tokens = MAX_PREFILL_TOKENS if runner.device.type == "cpu" else MAX_PREFILL_TOKENS_GPU
         self._scheduler = Scheduler(self._table, slots=slots, max_prefill_tokens=max_tokens)
@@ -165,13 +163,11 @@ class GenerationEngine:
 
     def stats(self) -> EngineStats:
         """Return current numbers, at most one step old."""
-        running = list(self._scheduler.running)
         return dataclasses.replace(
             self._stats,
             version=self.version,
-            running=len(running),
+            running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
-            cached_tokens=sum(sequence.length for sequence in running),
             is_paused=self._is_paused or self._awaits_weights,
         )
 

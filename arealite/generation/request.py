@@ -31,7 +31,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One completion to sample. Several requests may share a `rid`: aborting it aborts them all."""
+    """One completion to sample. Several requests may share a `rid`."""
 
     rid: str
     input_ids: tuple[int, ...]

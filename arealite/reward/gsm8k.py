@@ -10,7 +10,7 @@ exactly, as fractions; any text is accepted, in linear time.
 import re
 import unicodedata
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 MAX_DIGITS = 100  # longer numbers and larger exponents are no answers: exact arithmetic on them would not be quick
 
@@ -59,28 +59,13 @@ _CLEANING = [  # rewrites LaTeX, Markdown, currency and typographic signs as pla
 _VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞]")
 
 
-class Value(NamedTuple):
-    """A number as it was written."""
-
-    number: Fraction
-    is_percent: bool
-
-    def equals(self, other: "Value") -> bool:
-        """Compare exactly; a percentage also equals its plain number and its hundredth (50% is 50 or 0.5)."""
-        if self.is_percent == other.is_percent:
-            return self.number == other.number
-        percent, plain = (self, other) if self.is_percent else (other, self)
-        return plain.number in (percent.number, percent.number / 100)
-
-
 def gsm8k_reward_fn(
     prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], answer: str, **kwargs: Any
 ) -> float:
     """Return 1.0 if the final answer of `completions` (one text) equals `answer` (`... #### N` or the bare number)."""
     given, expected = final_answer(str(completions)), final_answer(str(answer))
-    value = None if given is None else parse_value(given)
-    truth = parse_value(str(answer) if expected is None else expected)
-    return float(value is not None and truth is not None and value.equals(truth))
+    values, truths = parse_values(given or ""), parse_values(str(answer) if expected is None else expected)
+    return float(bool(values and truths) and (values <= truths or truths <= values))
 
 
 def final_answer(text: str) -> str | None:
@@ -102,8 +87,9 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def parse_value(text: str) -> Value | None:
-    """Read the number that a final answer states; None if it states none."""
+def parse_values(text: str) -> set[Fraction]:
+    """Read the number that a final answer states, of a percentage also its hundredth (50% is 50 or 0.5); empty if it
+    states none."""
     text = _VULGAR_FRACTION.sub(lambda match: " " + unicodedata.normalize("NFKC", match[0]), text)
     for pattern, replacement in _CLEANING:
         text = pattern.sub(replacement, text)
@@ -114,25 +100,23 @@ def parse_value(text: str) -> Value | None:
     text = right.strip(" \t*'\"")
     match, first_digit = _VALUE.search(text), _DIGIT.search(text)
     if match is None or first_digit is None or match.start() > first_digit.start():
-        return None
+        return set()
     before = f"{left[-1:]}{equals}{text[: match.start()]}"[-_COMPARED:]
-    if _UNFINISHED.match(text, match.end()) or _COMPARISON.search(before):
-        return None
-    number = _number_of(match)
-    return None if number is None else Value(number, match["percent"] is not None)
+    return set() if _UNFINISHED.match(text, match.end()) or _COMPARISON.search(before) else _values_of(match)
 
 
-def _number_of(match: re.Match[str]) -> Fraction | None:
-    """Build the number of a `_VALUE` match; None for a division by zero and for absurd sizes."""
+def _values_of(match: re.Match[str]) -> set[Fraction]:
+    """Build the number of a `_VALUE` match; empty for a division by zero and for absurd sizes."""
     texts = {name: re.sub(r"[,\s]", "", text or "") for name, text in match.groupdict().items()}
     exponent = texts["exponent"] or "0"
     if max(map(len, texts.values())) > MAX_DIGITS or abs(int(exponent)) > MAX_DIGITS:
-        return None
+        return set()
     try:
         if texts["whole"]:
             number = int(texts["whole"]) + Fraction(int(texts["part"]), int(texts["parts"]))
         else:
             number = Fraction(f"{texts['number']}e{exponent}") / Fraction(texts["divisor"] or 1)
     except ZeroDivisionError:
-        return None
-    return -number if texts["sign"] == "-" else number
+        return set()
+    number = -number if texts["sign"] == "-" else number
+    return {number, number / 100} if texts["percent"] else {number}

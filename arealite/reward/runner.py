@@ -9,7 +9,6 @@ import asyncio
 import inspect
 import math
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from arealite.api.errors import RewardError
@@ -40,7 +39,7 @@ class RewardRunner:
         self.is_async = inspect.iscoroutinefunction(reward_fn) or inspect.iscoroutinefunction(called)
         if not self.is_async:
             name = f"{self.name} at {self._place}" if self._place else self.name
-            target = pickle_target(reward_fn, name, what="reward_fn", wrapper=_Scored)
+            target = pickle_target(reward_fn, name, what="reward_fn")
             self._pool = WorkerPool(target, name="reward-worker", max_growth_gib=max_growth_gib)
             self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
 
@@ -78,9 +77,7 @@ class RewardRunner:
         try:
             async with deadline:
                 return checked(await self.reward_fn(**call))  # type: ignore[misc]
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # not Exception: panics of Rust, GeneratorExit
+        except BaseException as error:  # not Exception: panics of Rust, SystemExit
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0:
                 raise
@@ -92,24 +89,13 @@ class RewardRunner:
         worker = self._pool.take()
         try:
             with heartbeat.waiting(f"reward function {self.name}", on="reward", pid=worker.process.pid):
-                result: Result = worker.call(kwargs=call, timeout_s=self.timeout)
-                return result
+                return checked(worker.call(kwargs=call, timeout_s=self.timeout))
         finally:
             heartbeat.tick()
             self._pool.give_back(worker)
 
     def _error(self, kind: Any, message: str, place: str = "") -> RewardError:
         return RewardError(f"reward function {self.name} {message}", kind=kind, place=place or self._place)
-
-
-@dataclass(frozen=True)
-class _Scored:
-    """Calls a reward function in a worker process and checks there what it returns, as that need not be picklable."""
-
-    reward_fn: RewardFunction
-
-    def __call__(self, **call: Any) -> Result:
-        return checked(self.reward_fn(**call))
 
 
 def checked(value: Any) -> Result:
@@ -120,7 +106,7 @@ def checked(value: Any) -> Result:
         return "contract", f"reward must be a number: got {value!r:.200}. {advice}."
     try:
         number = float(value)
-    except (TypeError, ValueError, OverflowError) as error:
+    except Exception as error:  # RuntimeError of a tensor with several elements
         return "contract", f"reward must be one number: got {value!r:.200} ({error}). Return a float."
     if not math.isfinite(number):
         return "contract", f"reward must be finite: got {number}. Return a finite float."

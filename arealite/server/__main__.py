@@ -27,7 +27,6 @@ from arealite.utils.secret import check_exposed, secret_of_environment
 from arealite.utils.terminal import Parser, setup_logging
 
 logger = logging.getLogger("arealite.server")
-FAILURE_NOTICE_S = 1.0  # how long a failed server replies 503 with the reason
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -106,7 +105,6 @@ async def serve(engine: GenerationEngine, server: Server, args: argparse.Namespa
     status = 0
     if failed.done():
         logger.error("exiting: %s", failed.exception())
-        await asyncio.wait([stop], timeout=FAILURE_NOTICE_S)
         status = 1
     await asyncio.to_thread(engine.close)
     await http.close()

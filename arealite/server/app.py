@@ -5,8 +5,7 @@ dies half-way and tensors whose fingerprints differ. A failed transfer closes th
 Fingerprints cover all weights, also those of an earlier update that a partial update keeps.
 
 Status: 400 when the client must change its request; 401 without the run's secret (all but GET /health); 403 and 415 for
-requests of web pages; 409 for tensors whose fingerprints differ; 500 when generation failed; 503 from /health when the
-engine has ended.
+requests of web pages; 409 for tensors whose fingerprints differ; 500 when generation failed.
 """
 
 import asyncio
@@ -97,8 +96,6 @@ class Server:
         return error_response(401, refusal(request.method, request.path))
 
     async def health(self, _: web.Request) -> web.Response:
-        if self._engine.stopped.done():
-            raise GenerationError("the engine must run: got its end. Restart the server.")
         return web.json_response({"status": "ok"})
 
     async def model_info(self, _: web.Request) -> web.Response:
@@ -158,7 +155,7 @@ class WeightReceiver:
 
     def __init__(self, engine: GenerationEngine) -> None:
         self._engine = engine
-        self._groups: dict[str, BroadcastGroup | None] = {}  # None while it forms
+        self._groups: dict[str, BroadcastGroup] = {}
         self._staged: dict[str, torch.Tensor] | None = None  # None outside begin/end
         self._version: str | None = None
         self._is_partial = False  # whether weights that are not staged keep their values
@@ -178,17 +175,9 @@ class WeightReceiver:
         name = body.group_name
         if name in self._groups:
             raise ValueError(f"group_name must be new: got {name}. Destroy that group first.")
-        self._groups[name] = None
         place = body.master_address, body.master_port, body.rank_offset, body.world_size, name
-        try:
-            group = await in_thread(lambda: join_group(*place, backend=body.backend, timeout_s=body.timeout_s))
-        finally:
-            is_wanted = name in self._groups
-            self._groups.pop(name, None)
-        if not is_wanted:
-            close_group(group)
-            raise ValueError(f"a group must not be destroyed before it has formed: got {name}. Join a new one.")
-        self._groups[name] = group
+        join = functools.partial(join_group, *place, backend=body.backend, timeout_s=body.timeout_s)
+        self._groups[name] = await in_thread(join)
 
     async def leave(self, body: protocol.LeaveGroupBody) -> None:
         """Leave a group, after a transfer in progress."""
@@ -294,7 +283,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     try:
         return await handler(request)
     except GenerationError as error:
-        return error_response(503 if request.path == "/health" else 500, str(error))
+        return error_response(500, str(error))
     except (ValueError, OSError, web.RequestPayloadError) as error:
         return error_response(409 if isinstance(error, MismatchError) else 400, str(error))
     except web.HTTPException as error:

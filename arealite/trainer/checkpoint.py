@@ -6,23 +6,16 @@ every other file and of its own contents, so it detects missing, truncated and c
 
 import hashlib
 import json
-import logging
 import shutil
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
 
 from arealite.api.errors import CheckpointError
 from arealite.api.run_folder import RunFolder, numbered
 from arealite.utils.files import FileEntry, file_entry, publish_folder, sync
 
-T = TypeVar("T")
-logger = logging.getLogger("arealite.recover")
-
 MANIFEST = "manifest.json"
-RETRIES_S = (1.0, 5.0, 15.0)  # pauses between attempts to read
 
 
 def publish(unfinished: Path, path: Path, files: Mapping[str, FileEntry]) -> None:
@@ -39,17 +32,22 @@ def find_damage(folder: Path) -> str | None:
     try:
         if (folder / MANIFEST).is_fifo():  # reading it would block
             return f"{MANIFEST} is no file"
-        raw = _read(folder / MANIFEST, Path.read_bytes)
+        raw = (folder / MANIFEST).read_bytes()
         files: dict[str, FileEntry] = json.loads(raw)["files"]
         if raw != _render(files):
             raise ValueError("its checksum differs")
+        with ThreadPoolExecutor() as threads:
+            damages = threads.map(lambda item: _file_damage(folder, *item), files.items())
+            return next(filter(None, damages), None)
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
     except (ValueError, KeyError, TypeError, RecursionError):
         return f"{MANIFEST} is cut off or was changed"
-    with ThreadPoolExecutor() as threads:
-        damages = threads.map(lambda item: _file_damage(folder, *item), files.items())
-        return next(filter(None, damages), None)
+    except OSError as error:  # no damage: a network disk may be away
+        raise CheckpointError(
+            f"{folder} must be readable: got {error}. Look at the disk; to use the checkpoint before, move this one "
+            "away."
+        ) from error
 
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
@@ -88,28 +86,12 @@ def remove(path: Path) -> None:
 def _file_damage(folder: Path, name: str, expected: FileEntry) -> str | None:
     path = folder / name
     try:
-        size = _read(path, Path.stat).st_size
+        size = path.stat().st_size
         if size != expected["bytes"]:
             return f"{name} has {size} bytes instead of {expected['bytes']}"
-        return None if _read(path, file_entry) == expected else f"{name} was changed"
+        return None if file_entry(path) == expected else f"{name} was changed"
     except (FileNotFoundError, NotADirectoryError):
         return f"{name} is missing"
-
-
-def _read(path: Path, read: Callable[[Path], T]) -> T:
-    """Return `read(path)`, with retries after transient errors of network disks."""
-    for pause_s in RETRIES_S:
-        try:
-            return read(path)
-        except (FileNotFoundError, NotADirectoryError):
-            raise
-        except OSError as failed:
-            error = failed
-            logger.warning("%s could not be read: %s", path, error)
-            time.sleep(pause_s)
-    raise CheckpointError(
-        f"{path} must be readable: got {error}. Look at the disk; to use the checkpoint before, move this one away."
-    ) from error
 
 
 def _render(files: Mapping[str, FileEntry]) -> bytes:

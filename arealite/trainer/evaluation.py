@@ -32,7 +32,7 @@ from arealite.rollout.evaluation import pass_metrics, sample_metrics
 from arealite.rollout.prompts import Episode, Keep, Row
 from arealite.trainer.step_line import compact
 from arealite.utils import stop
-from arealite.utils.files import FileError, empty_folder, file_lock, reading, require_object
+from arealite.utils.files import empty_folder, file_lock, reading, require_object
 
 logger = logging.getLogger("arealite.evaluation")
 
@@ -162,14 +162,10 @@ class Evaluation:
 
 
 def _groups(path: Path, size: int) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows of each prompt; FileError if their samples are incomplete."""
+    """Yield the rows of each prompt, which are stored at once."""
     for prompt_id, rows in itertools.groupby(read_rows(path), key=lambda row: row["prompt_id"]):
         group = list(rows)
-        if [row["row"] for row in group] != list(range(group[0]["num_rows"])) or len(_samples(group)) != size:
-            raise FileError(
-                f"{path} must have {size} samples of {prompt_id}, with their rows in order: got "
-                f"{len(_samples(group))} in {len(group)} rows. Restore it, or take another trial_name."
-            )
+        assert len(_samples(group)) == size, f"{path} must have {size} samples of {prompt_id}: got {len(group)} rows"
         yield group
 
 

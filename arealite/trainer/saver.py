@@ -5,7 +5,6 @@ from typing import Any
 
 from arealite.api.cli_args import SaverConfig
 from arealite.api.engine_api import TrainEngine
-from arealite.api.errors import CheckpointError
 from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta
 from arealite.api.run_folder import RunFolder
 from arealite.utils.distributed import on_rank_0
@@ -47,15 +46,6 @@ class Saver(Frequency):
         for name, extra in engines.items():
             if extra is not None:
                 extra.save(SaveLoadMeta(path=str(unfinished / name), tokenizer=tokenizer))
-        on_rank_0(lambda: _publish(unfinished, path))
+        on_rank_0(lambda: publish_folder(unfinished, path))
         self._last = path
         return path
-
-
-def _publish(unfinished: Path, path: Path) -> None:
-    try:
-        publish_folder(unfinished, path)
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} must be free for the finished {unfinished}: got {error}. Move what lies there."
-        ) from error

@@ -16,7 +16,7 @@ import sys
 import uuid
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
@@ -62,11 +62,10 @@ class StatsLogger:
     @contextmanager
     def timer(self, name: str) -> Iterator[None]:
         """Measure a phase of the loop as `time/<name>_s` and report it as the current phase."""
-        with ExitStack() as stack:
-            stack.enter_context(self._tracker.timer(name))
-            stack.callback(heartbeat.tick)
-            heartbeat.tick()
+        heartbeat.tick()
+        with self._tracker.timer(name):
             yield
+        heartbeat.tick()
 
     def add(self, metrics: Mapping[str, float] | None, *, reduce: Reduction | None = None) -> None:
         """Add metrics of this step: maxima, minima or means by their keys; None adds nothing."""

@@ -3,7 +3,6 @@
 import itertools
 import os
 import re
-import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,10 +67,8 @@ def gpus() -> tuple[Gpu, ...]:
 
 def _ask_nvidia_smi(*flags: str) -> list[str]:
     """Return the lines of nvidia-smi; none if it is missing or fails."""
-    if (program := shutil.which("nvidia-smi")) is None:
-        return []
     try:
-        done = subprocess.run([program, *flags], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        done = subprocess.run(["nvidia-smi", *flags], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return []
     return done.stdout.splitlines() if done.returncode == 0 else []

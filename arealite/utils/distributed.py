@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -34,7 +33,6 @@ E = TypeVar("E", bound=BaseException)
 MEETING_TIMEOUT_S = 1800.0  # for the last rank to start: it may still download its data set
 NODE_TIMEOUT_S = 30.0
 _LOOK_AGAIN_S = 0.02
-_MAX_STRANGERS = 64  # connections of other programs; then the oldest connection is dropped
 
 logger = logging.getLogger("arealite.distributed")
 
@@ -129,7 +127,7 @@ def _watch_nodes(store: Store) -> None:
     listener = socket.create_server((address_toward(os.environ["MASTER_ADDR"]), 0), backlog=num_nodes)
     address, port = listener.getsockname()
     store.set(f"node/{node}", f"{address} {port} {socket.gethostname()}")
-    links = deque[socket.socket](maxlen=num_nodes + _MAX_STRANGERS)  # held open, so that the kernel answers
+    links: list[socket.socket] = []  # held open, so that the kernel answers
 
     def accept() -> None:
         while True:

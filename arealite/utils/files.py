@@ -164,9 +164,8 @@ def free_space(path: str | Path) -> str:
     folder = Path(path).absolute()
     while not folder.is_dir():
         folder = folder.parent
-    usage, nodes = shutil.disk_usage(folder), os.statvfs(folder)
-    text = f"{_size(usage.free)} of {_size(usage.total)} free in {folder}"
-    return text if nodes.f_favail or not nodes.f_files else f"{text} and no inode left"
+    usage = shutil.disk_usage(folder)
+    return f"{_size(usage.free)} of {_size(usage.total)} free in {folder}"
 
 
 def _size(num_bytes: int) -> str:
@@ -186,8 +185,13 @@ def file_lock(path: Path, *, timeout_s: float) -> Iterator[None]:
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with contextlib.suppress(Timeout):
-            lock.acquire()
+        lock.acquire()
+    except Timeout:
+        holder = path.read_text(encoding="utf-8").strip() or "unknown"
+        raise TimeoutError(
+            f"{path.parent} must belong to one run at a time: got process {holder}, which still holds it after "
+            f"{timeout_s:g} s. Stop that run, or choose another trial_name."
+        ) from None
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
             raise OSError(explain(error, path)) from error
@@ -195,12 +199,6 @@ def file_lock(path: Path, *, timeout_s: float) -> Iterator[None]:
             f"{path.parent} must be on a file system with locks: got {error}. Have it mounted with them (Lustre: "
             "-o flock), or set cluster.fileroot to another one."
         ) from error
-    if not lock.is_locked:
-        holder = path.read_text(encoding="utf-8").strip() or "unknown"
-        raise TimeoutError(
-            f"{path.parent} must belong to one run at a time: got process {holder}, which still holds it after "
-            f"{timeout_s:g} s. Stop that run, or choose another trial_name."
-        )
     try:
         yield
     finally:

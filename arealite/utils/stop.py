@@ -66,24 +66,19 @@ def stopped() -> RunStopped:
 
 async def unless_asked(function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
     """Run a coroutine function; cancel it and raise Interrupted if the run is to stop before it has ended."""
-    loop, asked = asyncio.get_running_loop(), asyncio.Event()
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(function(*args))
 
     def wake() -> None:  # called by a signal handler
-        loop.call_soon_threadsafe(asked.set)
+        loop.call_soon_threadsafe(task.cancel)
 
     _wakes.append(wake)
-    if is_asked():
-        _wakes.remove(wake)
-        raise Interrupted
-    task, request = loop.create_task(function(*args)), loop.create_task(asked.wait())
     try:
-        await asyncio.wait({task, request}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        task.cancel()
-        await asyncio.wait({task})
-        raise Interrupted
+        if is_asked():
+            task.cancel()
+        return await task
+    except asyncio.CancelledError:
+        if is_asked():
+            raise Interrupted from None
+        raise
     finally:
         _wakes.remove(wake)
-        task.cancel()
-        request.cancel()

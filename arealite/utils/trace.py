@@ -71,13 +71,11 @@ class _Writer:
         if self._left_bytes <= 0:
             return
         line = json.dumps({"pid": self._pid, **event}, default=str).encode() + b"\n"
-        self._left_bytes -= len(line)
         try:
-            is_whole = os.write(self._file, line) == len(line)
+            self._left_bytes -= os.write(self._file, line)
         except OSError:
-            is_whole = False
-        if not is_whole or self._left_bytes <= 0:
             self._left_bytes = 0
+        if self._left_bytes <= 0:
             logger.warning("the trace of this process ends: it has %d MiB, or the disk is full", MAX_BYTES >> 20)
 
 
@@ -91,10 +89,7 @@ def start(name: str) -> None:
     folder = os.environ.get(FOLDER_VARIABLE)
     with _lock:
         if folder and _writer is None:
-            try:
-                _writer = _Writer(Path(folder), name)
-            except OSError as error:
-                logger.warning("this process can't be traced in %s: %s", folder, error)
+            _writer = _Writer(Path(folder), name)
 
 
 def span(name: str, **args: Any) -> contextlib.AbstractContextManager[None]:

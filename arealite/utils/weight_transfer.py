@@ -67,11 +67,7 @@ def join_group(
     The one that listens returns once the store has counted every rank, others once it has said so: a backend may
     connect late.
     """
-    if not 0 <= rank < world_size or world_size < 2:
-        raise ValueError(
-            f"a broadcast group must have at least 2 ranks, numbered from 0: got rank {rank} of {world_size}. "
-            "Count the sender and every receiver."
-        )
+    assert 0 <= rank < world_size >= 2, (rank, world_size)
     deadline, hosts = time.monotonic() + timeout_s, rank == 0 and not is_hosted
     with _forming(name, address, port, world_size, timeout_s, f"rank {rank} of {world_size}"):
         if hosts:
@@ -163,15 +159,15 @@ def send_bucket(group: BroadcastGroup, tensors: Iterable[torch.Tensor], *, timeo
     _broadcast([(group, tensor.detach().to(group.device).contiguous()) for tensor in tensors], timeout_s)
 
 
-def receive_bucket(groups: Iterable[BroadcastGroup], specs: Iterable[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
+def receive_bucket(specs: Iterable[tuple[BroadcastGroup, tuple[Any, ...]]]) -> dict[str, torch.Tensor]:
     """Receive one bucket into fresh tensors, by name, from all its senders at once.
 
-    `specs` begin with name, shape and dtype, as a `ParamSpec`; `groups` are those of each tensor's sender. All
-    receivers have the same order.
+    Each spec begins with name, shape and dtype, as a `ParamSpec`, and comes with the group of its sender. All receivers
+    have the same order.
     """
     bucket: dict[str, torch.Tensor] = {}
     parts = []
-    for group, (name, shape, dtype, *_) in zip(groups, specs, strict=True):
+    for group, (name, shape, dtype, *_) in specs:
         bucket[name] = torch.empty(shape, dtype=DTYPES[dtype], device=group.device)
         parts.append((group, bucket[name]))
     _broadcast(parts, None)
@@ -184,8 +180,7 @@ def receive_buckets(
     """Receive the tensors of `receive_bucket` in buckets of these numbers of tensors, each when it is asked for."""
     left = zip(groups, specs, strict=True)
     for size in sizes:
-        parts = list(itertools.islice(left, size))
-        yield receive_bucket([group for group, _ in parts], [spec for _, spec in parts])
+        yield receive_bucket(itertools.islice(left, size))
 
 
 def close_group(group: BroadcastGroup) -> None:

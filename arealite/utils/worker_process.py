@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import functools
 import json
-import logging
 import math
 import multiprocessing.spawn
 import os
@@ -41,8 +40,6 @@ from arealite.utils import heartbeat
 from arealite.utils.background import DaemonThreads, in_thread
 from arealite.utils.processes import describe_exit, die_with_parent, exit_status, kill_group
 from arealite.utils.secret import environment_without_secret
-
-logger = logging.getLogger("arealite.workers")
 
 STARTUP_TIMEOUT_S = 60.0
 _NO_TIMEOUT_S = 20 * 24 * 3600.0  # for callers that have a deadline of their own
@@ -96,17 +93,14 @@ def pickle_target(
         target = function if wrapper is None else wrapper(function)
         pickled = dill.dumps(target, recurse=True) if is_interactive else pickle.dumps(target)
     except Exception as error:
+        cause = re.sub(" at 0x[0-9a-f]+", "", str(error))
         advice = "Let it use data and functions only" if is_interactive else "Define it at module level"
         raise ValueError(
-            f"{what} must be importable, because it runs in another process: got {name} ({_without_addresses(error)}). "
+            f"{what} must be importable, because it runs in another process: got {name} ({cause}). "
             f"{advice}, or make it an `async def`."
         ) from error
     keys = _PREPARATION + _MAIN if b"_main__" in pickled else _PREPARATION  # `__mp_main__`, too
     return pickle.dumps(({key: data[key] for key in keys if key in data}, pickled))
-
-
-def _without_addresses(error: Exception) -> str:
-    return re.sub(" at 0x[0-9a-f]+", "", str(error))
 
 
 def _is_of_main(function: Callable[..., Any]) -> bool:
@@ -139,7 +133,6 @@ class WorkerProcess:
             )
             self.process = _STARTER.submit(start).result(STARTUP_TIMEOUT_S)
         self.is_ready = False
-        self._ready_by = time.monotonic() + STARTUP_TIMEOUT_S
         self._is_idle = True
         self._max_growth_gib = max_growth_gib
         self._first_gib = 0.0
@@ -151,8 +144,8 @@ class WorkerProcess:
 
     @property
     def is_usable(self) -> bool:
-        """True if the process lives and its last call has returned or raised."""
-        return self._is_idle and self.process.poll() is None
+        """True if the process lives, its last call has returned or raised, and it has not grown too large."""
+        return self._is_idle and self.process.poll() is None and not self._has_grown
 
     @property
     def growth_gib(self) -> float:
@@ -162,7 +155,7 @@ class WorkerProcess:
         return 0.0
 
     @property
-    def has_grown(self) -> bool:
+    def _has_grown(self) -> bool:
         return self.is_ready and self.growth_gib > self._max_growth_gib
 
     def call(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *, timeout_s: float) -> Any:
@@ -170,7 +163,7 @@ class WorkerProcess:
 
         Raises CallError, WorkerCrashError, or TimeoutError.
         """
-        message = _pickled_call(args, kwargs or {})
+        message = pickle.dumps((args, kwargs or {}))
         self._is_idle = False
         try:
             if not self.is_ready:
@@ -180,7 +173,8 @@ class WorkerProcess:
         except (CallError, WorkerCrashError, TimeoutError):
             raise
         except (EOFError, OSError) as error:
-            raise WorkerCrashError(self._describe_end()) from error
+            self.kill()  # one that ends already keeps its status
+            raise WorkerCrashError(describe_exit(exit_status(self.process.returncode))) from error
         except Exception as error:  # unpickling may raise anything
             raise WorkerCrashError(f"a reply that can't be read here ({error!r:.200})") from error
         self._is_idle = True
@@ -212,7 +206,7 @@ class WorkerProcess:
 
     def _wait_ready(self) -> None:
         try:
-            failure, _ = self._receive(self._ready_by)
+            failure, _ = self._receive(time.monotonic() + STARTUP_TIMEOUT_S)
         except TimeoutError:
             raise WorkerCrashError(f"no import of its module within {STARTUP_TIMEOUT_S:g} s") from None
         if failure is not None:
@@ -228,18 +222,12 @@ class WorkerProcess:
                 raise EOFError
             if left_s <= 0:
                 raise TimeoutError
-            if self.has_grown:
+            if self._has_grown:
                 raise WorkerCrashError(
                     f"{self.growth_gib:.1f} GiB taken in one call, more than {self._max_growth_gib:g}"
                 )
             left_s = deadline - time.monotonic()
         return pickle.loads(self._connection.recv_bytes())
-
-    def _describe_end(self) -> str:
-        try:
-            return describe_exit(exit_status(self.process.wait(_END_S)))
-        except subprocess.TimeoutExpired:
-            return "a socket that was closed"
 
 
 class WorkerPool:
@@ -263,7 +251,9 @@ class WorkerPool:
                     return worker
                 self._all.discard(worker)
                 worker.close()
-            return self._start()
+            worker = self._new()
+            self._all.add(worker)
+            return worker
 
     def check_open(self) -> None:
         if self._is_closed:
@@ -273,17 +263,12 @@ class WorkerPool:
             )
 
     def give_back(self, worker: WorkerProcess) -> None:
-        """Keep a process for the next call, or kill it and start another, which imports in the background."""
-        has_grown = worker.has_grown
-        if has_grown:
-            logger.info("replacing a process of %s: it grew by %.1f GiB", self._name, worker.growth_gib)
+        """Keep a process for the next call, or kill it."""
         with self._lock:
-            if worker.is_usable and not has_grown and not self._is_closed:
+            if worker.is_usable and not self._is_closed:
                 self._idle.append(worker)
                 return
             self._all.discard(worker)
-            if worker.is_ready and not self._is_closed:
-                self._idle.insert(0, self._start())
         worker.close()
 
     def close(self) -> None:
@@ -294,11 +279,6 @@ class WorkerPool:
             self._idle.clear()
         for worker in workers:
             worker.kill()
-
-    def _start(self) -> WorkerProcess:
-        worker = self._new()
-        self._all.add(worker)
-        return worker
 
 
 def main() -> None:
@@ -320,8 +300,6 @@ def _serve(connection: Connection) -> None:
         preparation, pickled = pickle.loads(connection.recv_bytes())
         multiprocessing.spawn.prepare(preparation)
         function = pickle.loads(pickled)
-    except (EOFError, ConnectionError):
-        return
     except BaseException as error:
         connection.send_bytes(pickle.dumps((describe_error(error), None)))
         return
@@ -331,13 +309,6 @@ def _serve(connection: Connection) -> None:
         if os.getpid() != pid:
             return  # a fork made by the function also returns from the call
         connection.send_bytes(reply)
-
-
-def _pickled_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    try:
-        return pickle.dumps((args, kwargs))
-    except Exception as error:
-        raise CallError(*describe_error(error)) from error
 
 
 def _answer(function: Callable[..., Any], message: bytes) -> bytes:

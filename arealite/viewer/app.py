@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -75,11 +76,7 @@ class Viewer:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check host name and token, and turn errors into answers."""
         is_open = not request.path.startswith("/api/")
-        try:
-            is_ours = is_loopback(request.url.host or "")  # another name may be DNS rebinding
-        except ValueError:  # not a valid name
-            is_ours = False
-        if not is_ours:
+        if not is_loopback(urlsplit(f"//{request.host}").hostname or ""):  # another name may be DNS rebinding
             response: web.StreamResponse = _json({"error": _OTHER_NAME.format(request.host)}, status=421)
         elif not is_open and not is_authorized(request.headers.get("Authorization"), self._token):
             response = _json({"error": _UNAUTHORIZED}, status=401)

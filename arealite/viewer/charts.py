@@ -20,7 +20,14 @@ Trace = dict[str, Any]
 MAX_POINTS = 2000  # of a trace: a chart is less than half as many pixels wide
 SMOOTH_FROM = 20  # points of a curve that also gets a moving mean
 PHASES = ("time/rollout_s", "time/logprobs_s", "time/update_s", "time/weights_s", "time/eval_s", "time/save_s")
-PHASE_COLOURS = ("--blue", "--green", "--orange", "--purple", "--red", "--teal")
+_WEIGHTS = (("time/weights_s", "--purple", "whole update"), ("weights/pause_s", "--orange", "generation held back"))
+_SERVERS = (  # those with current weights, and those that have joined and left so far
+    ("servers/live", "--green", "live"),
+    ("servers/joined", "--blue", "joined"),
+    ("servers/left", "--red", "left"),
+)
+_DISTANCES = (("policy/mismatch_kl", "--red", "mismatch_kl"), ("policy/approx_kl", "--blue", "approx_kl"))
+COLOURS = ("--blue", "--green", "--orange", "--purple", "--red", "--teal")
 
 
 def charts(rows: Sequence[Row], *, staleness_bound: int | None) -> list[Chart]:
@@ -41,23 +48,13 @@ def charts(rows: Sequence[Row], *, staleness_bound: int | None) -> list[Chart]:
             unit="tokens",
         ),
         chart("Staleness", _staleness(rows, staleness_bound), unit="weight versions"),
-        chart(
-            "Weight updates",
-            [
-                *_line(rows, "time/weights_s", "--purple", "whole update"),
-                *_line(rows, "weights/pause_s", "--orange", "generation held back"),
-            ],
-            unit="seconds",
-        ),
-        chart("Servers", _servers(rows)),
+        chart("Weight updates", _lines(rows, _WEIGHTS), unit="seconds"),
+        chart("Servers", _lines(rows, _SERVERS)),
         chart("Time per step", _phases(rows), unit="seconds", barmode="stack", bargap=0),
         chart("Throughput", _smoothed(rows, "perf/tokens_per_s", "--teal"), unit="processed tokens per second"),
         chart(
             "Distance to the sampling policy",
-            [
-                *_line(rows, "policy/mismatch_kl", "--red", "mismatch_kl"),
-                *_line(rows, "policy/approx_kl", "--blue", "approx_kl"),
-            ],
+            _lines(rows, _DISTANCES),
             exponentformat="e",  # Plotly writes 8e-14 as 80f
         ),
         chart("Clipped tokens", _line(rows, "policy/clip_ratio", "--orange"), tickformat=".2~%"),
@@ -71,8 +68,8 @@ def charts(rows: Sequence[Row], *, staleness_bound: int | None) -> list[Chart]:
 def _malformed(rows: Sequence[Row]) -> list[Trace]:
     """Draw the calls of tools that could not be read, once there were some, and their kinds."""
     names = sorted({name for row in rows for name in row if "/malformed_calls" in name and row[name]})
-    colours = itertools.cycle(("--red", "--orange", "--purple", "--teal", "--blue"))
     kinds = [name.rpartition("malformed_calls")[2].lstrip("_") or "all" for name in names]
+    colours = itertools.cycle(COLOURS)
     return [one for name, kind, colour in zip(names, kinds, colours) for one in _line(rows, name, colour, kind)]
 
 
@@ -123,6 +120,11 @@ def _line(
     return [trace | {"line": {"color": colour, "width": 2}, "marker": {"color": colour}} | options]
 
 
+def _lines(rows: Sequence[Row], curves: Sequence[tuple[str, str, str]]) -> list[Trace]:
+    """Draw several keys, each with its colour and name."""
+    return [trace for curve in curves for trace in _line(rows, *curve)]
+
+
 def _smoothed(rows: Sequence[Row], key: str, colour: str) -> list[Trace]:
     """Draw a curve; a long one also with a moving mean, which skips nulls."""
     raw = _line(rows, key, colour)
@@ -166,7 +168,7 @@ def _keys(rows: Sequence[Row], prefix: str) -> list[str]:
 
 def _of_functions(rows: Sequence[Row]) -> list[Trace]:
     """Draw the mean of each reward function, if there are several."""
-    keys = zip(_keys(rows, "rewards/"), itertools.cycle(PHASE_COLOURS))
+    keys = zip(_keys(rows, "rewards/"), itertools.cycle(COLOURS))
     return [trace for key, colour in keys for trace in _line(rows, key, colour, key.removeprefix("rewards/"))]
 
 
@@ -183,12 +185,6 @@ def _staleness(rows: Sequence[Row], bound: int | None) -> list[Trace]:
     return traces
 
 
-def _servers(rows: Sequence[Row]) -> list[Trace]:
-    """Draw the servers with current weights, and how many have joined and left so far."""
-    names = {"live": "--green", "joined": "--blue", "left": "--red"}
-    return [trace for name, colour in names.items() for trace in _line(rows, f"servers/{name}", colour, name)]
-
-
 def _phases(rows: Sequence[Row]) -> list[Trace]:
     """Stack the timers of each step; `other` is the rest of the step."""
     timed = [row for row in rows if row.get("time/step_s")]
@@ -196,7 +192,7 @@ def _phases(rows: Sequence[Row]) -> list[Trace]:
     keys = [*(key for key in PHASES if key in timers), *sorted(timers.difference(PHASES))]
     bars = [
         (key.removeprefix("time/").removesuffix("_s"), colour, [row.get(key) or 0.0 for row in timed])
-        for key, colour in zip(keys, itertools.cycle(PHASE_COLOURS))
+        for key, colour in zip(keys, itertools.cycle(COLOURS))
     ]
     if timed:
         other = [max(0.0, row["time/step_s"] - sum(row.get(key) or 0.0 for key in keys)) for row in timed]
@@ -211,7 +207,7 @@ def _phases(rows: Sequence[Row]) -> list[Trace]:
 def thinned(trace: Trace) -> Trace:
     """Thin a trace to about `MAX_POINTS` points: the extremes of each bucket, so that spikes stay; of bars the mean."""
     num_points = len(trace["x"])
-    if num_points <= MAX_POINTS:
+    if num_points <= MAX_POINTS or "error_y" in trace:  # evaluations are few
         return trace
     values = np.array(trace["y"], dtype=float)  # null becomes nan
     edges = np.linspace(0, num_points, MAX_POINTS // 2 + 1).astype(int)
@@ -225,7 +221,4 @@ def thinned(trace: Trace) -> Trace:
         ends = (0,) if np.isnan(bucket).all() else (int(np.nanargmin(bucket)), int(np.nanargmax(bucket)))
         kept.update(start + place for place in ends)
     places = sorted(kept)
-    taken: Trace = {key: [trace[key][place] for place in places] for key in ("x", "y")}
-    if error := trace.get("error_y"):
-        taken["error_y"] = error | {key: [error[key][place] for place in places] for key in ("array", "arrayminus")}
-    return trace | taken
+    return trace | {key: [trace[key][place] for place in places] for key in ("x", "y")}

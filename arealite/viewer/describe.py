@@ -66,7 +66,7 @@ def describe(run: RunFolder, rows: list[dict[str, Any]]) -> dict[str, Any]:
     table = list[tuple[str, ...]]()
     with reading(run.summary):
         stored = require_object(json.loads(text_of(run.summary) or "{}"))
-        if rows and _is_evaluation(rows[-1]):
+        if rows and "sampled/num_samples" in rows[-1]:  # an evaluation without training
             cards, table = [], _evaluation_table(rows[-1])
             shown = evaluation_charts(rows[-1], stored.get("solved") or [])
     if (state := state_of(run)) != "finished" and not run.summary.exists():
@@ -147,34 +147,20 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def _is_evaluation(row: Mapping[str, Any]) -> bool:
-    """Return whether a row of metrics is of an evaluation without training."""
-    return "sampled/num_samples" in row
-
-
 def _evaluation_table(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Return the table, its heads first."""
     lines: list[tuple[str, ...]] = [_TABLE_HEADS]
     for name, label in _SAMPLINGS.items():
-        kind, value, interval = _scored(row, name)
-        if kind:
+        kind, form = ("accuracy", ".1%") if f"{name}/accuracy" in row else ("reward", ".3g")
+        if f"{name}/{kind}" in row:
             truncated = row.get(f"{name}/truncated_ratio")  # a user's workflow may not mark it
             lengths = f"{row[f'{name}/completion_tokens']:,.1f}", "" if truncated is None else f"{truncated:.1%}"
             counts = (f"{int(row[f'{name}/{key}']):,}" for key in ("num_samples", "num_failed"))
-            lines.append((f"{label} {kind}", value, interval, *lengths, *counts))
-    for key in filter(_is_pass, row):
-        lines.append((key.removeprefix("sampled/"), *_value(row, key, ".1%"), "", "", "", ""))
+            lines.append((f"{label} {kind}", *_value(row, f"{name}/{kind}", form), *lengths, *counts))
+    for key in row:
+        if key.startswith("sampled/pass@") and not key.endswith(("_low", "_high")):
+            lines.append((key.removeprefix("sampled/"), *_value(row, key, ".1%"), "", "", "", ""))
     return lines
-
-
-def _is_pass(key: str) -> bool:
-    return key.startswith("sampled/pass@") and not key.endswith(("_low", "_high"))
-
-
-def _scored(row: Mapping[str, Any], name: str) -> tuple[str, str, str]:
-    """Return the name of the score (empty without a score), its value, and its interval."""
-    kind = next((one for one in ("accuracy", "reward") if f"{name}/{one}" in row), "")
-    return kind, *(_value(row, f"{name}/{kind}", ".1%" if kind == "accuracy" else ".3g") if kind else ("", ""))
 
 
 def _value(row: Mapping[str, Any], key: str, form: str) -> tuple[str, str]:

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from arealite.api.errors import AReaLiteError, ConfigError
-from arealite.rollout.account.rollout_file import batch_files, read_columns, read_group, read_places, read_update
+from arealite.rollout.account.rollout_file import batch_files, read_columns, read_places, read_segments, read_update
 from arealite.utils.files import FileError, reading
 
 _NUMBERS = dict.fromkeys(("row", "num_rows", "sample", "attempt"), pa.int64()) | {"reward": pa.float64()}
@@ -56,7 +56,8 @@ class RowIndex:
     def __init__(self, folder: Path, only: Collection[str] | None = None) -> None:
         self._folder, self._only = folder, only
         self.generation = 0
-        self._segments_of = functools.lru_cache(_CACHED_GROUPS)(_read_segments)
+        self._folders: dict[str, tuple[int, dict[Path, Stamp]]] = {}
+        self._segments_of = functools.lru_cache(_CACHED_GROUPS)(read_segments)
         self._clear()
 
     def __len__(self) -> int:
@@ -137,35 +138,30 @@ class RowIndex:
         self.problems: list[str] = []  # with files that could not be read
         self._files: list[_File] = []
         self._waiting: deque[Path] = deque()
-        self._times: dict[str, int] = {}  # mtimes of folders when they were last listed
         self._stamps: dict[Path, Stamp] = {}  # of all listed files
         self._segments_of.cache_clear()
 
     def _list(self) -> None:
         """Queue new files, or start again if a file is gone."""
-        if self._folder.is_dir():
-            with os.scandir(self._folder) as entries:
-                statuses = {entry.name: stamp(Path(entry)) for entry in entries if entry.is_dir()}
-            times = {name: status[1] for name, status in statuses.items() if status is not None}
-        else:
-            times = {}
-        if self._only is not None:
-            times = {name: times[name] for name in self._only if name in times}
-        changed = [name for name in times if times[name] != self._times.get(name)]
-        listed = {name: {path: stamp(path) for path in batch_files(self._folder / name).values()} for name in changed}
-        now = {path: status for files in listed.values() for path, status in files.items()}
-        kept = {path: status for path, status in self._stamps.items() if path.parent.name in times}
-        relisted = {path: now.get(path) for path in kept if path.parent.name in listed}
-        if len(kept) < len(self._stamps) or any(status != kept[path] for path, status in relisted.items()):
+        names = os.listdir(self._folder) if self._folder.is_dir() else []
+        self._folders = {name: self._files_of(name) for name in (names if self._only is None else self._only)}
+        now = {path: status for _, files in self._folders.values() for path, status in files.items()}
+        if any(now.get(path) != status for path, status in self._stamps.items()):
             self.generation += 1
             self._clear()
-            self._list()
-            return
-        settled = time.time_ns() - _SETTLED_NS
-        self._times |= {name: times[name] for name in changed if times[name] < settled}
-        new = {path: status for path, status in now.items() if path not in self._stamps and status is not None}
-        self._stamps |= new
-        self._waiting.extend(sorted(new, key=_in_order))
+        self._waiting.extend(sorted(now.keys() - self._stamps.keys(), key=_in_order))
+        self._stamps = now
+
+    def _files_of(self, name: str) -> tuple[int, dict[Path, Stamp]]:
+        """Return the mtime of a folder, -1 while a change may not show in it, and its files, listed once per mtime."""
+        path, known = self._folder / name, self._folders.get(name)
+        if (folder := stamp(path)) is None:  # removed meanwhile
+            return -1, {}
+        if known is not None and known[0] == folder[1]:
+            return known
+        is_settled = folder[1] < time.time_ns() - _SETTLED_NS  # before listing it
+        files = {file: status for file in batch_files(path).values() if (status := stamp(file)) is not None}
+        return folder[1] if is_settled else -1, files
 
     def _require(self, generation: int) -> None:
         if generation != self.generation:
@@ -190,11 +186,6 @@ class RowIndex:
             return ""
         parts = segments[place].as_py() if segments is not None else None
         return next((part["sampled"] for part in parts or () if part.get("sampled")), "")[:_SNIPPET]
-
-
-def _read_segments(path: Path, group: int) -> pa.ChunkedArray | None:
-    table = read_group(path, group, ("segments",))
-    return table.column("segments") if table.column_names else None
 
 
 def _columns(path: Path) -> tuple[dict[str, Any], list[int]]:

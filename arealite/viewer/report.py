@@ -26,8 +26,6 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 def write_report(run_dir: Path | str) -> Path:
     """Write `report.html` into a run folder and return its path."""
     folder = Path(run_dir)
-    if not folder.is_dir():
-        raise ConfigError(f"the run folder must exist: got {folder}. Pass <fileroot>/<experiment>/<trial>.")
     if not is_run(folder):
         raise ConfigError(
             f"a run folder must hold {' or '.join(FILES_OF_RUNS)}: got none in {folder}. "

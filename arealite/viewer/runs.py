@@ -7,9 +7,8 @@ import contextlib
 import functools
 import itertools
 import json
-import os
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +23,25 @@ from arealite.api.run_folder import RunFolder, numbered
 from arealite.api.run_metrics import is_of_training, score_name
 from arealite.rollout.account.ledger import OUTCOME, open_for_reading
 from arealite.rollout.account.rollout_file import PER_TOKEN
-from arealite.utils.files import FileError, reading, require_object
+from arealite.utils.files import FileError, read_jsonl, reading, require_object
 from arealite.viewer.describe import describe, is_run, score_in_words, state_of, text_of
-from arealite.viewer.index import RowIndex, stamp
+from arealite.viewer.index import RowIndex, Stamp, stamp
 from arealite.viewer.plain import readable
 from arealite.viewer.samples import cut_segments, evaluations
 
 MAX_UNTRAINED = 20_000  # prompts, the newest: waiting, running, rejected or failed
 SLICE_S = 0.3  # a request indexes or searches for so long before it answers with a part
 _DEPTH = 3  # of runs below the folder: <fileroot>/<experiment>/<trial>
-_LAST_BYTES = 256 * 1024  # of the metrics: about a hundred rows
 _TOKENIZER = "tokenizer.json"
 _FROZEN_TOKENS = 400_000  # with numbers in a standalone page: 20 bytes each
 _ISSUES = """
 SELECT epoch || '-' || idx AS prompt_id, ticket, state, reason, attempt, head_version, trained_version, latency_s,
-    issued_unix_s, changed_unix_s
+    issued_unix_s, changed_unix_s,
+    (SELECT json_group_array(json_object('sample', sample, 'tokens', tokens, 'latency_s', latency_s,
+        'num_interrupts', num_interrupts, 'server', server))
+        FROM samples WHERE samples.ticket = prompts.ticket) AS samples,
+    (SELECT json_group_array(kind) FROM retries WHERE retries.ticket = prompts.ticket) AS retries
 FROM prompts WHERE prompt_id IN (SELECT value FROM json_each(?)) ORDER BY ticket
-"""
-_SAMPLES = "SELECT sample, tokens, latency_s, num_interrupts, server FROM samples WHERE ticket = ? ORDER BY sample"
-_RETRIES = """
-SELECT ticket, json_group_array(kind) FROM retries WHERE ticket IN (SELECT value FROM json_each(?)) GROUP BY ticket
 """
 _UNTRAINED = f"""
 SELECT ticket, epoch || '-' || idx AS prompt_id, {OUTCOME} AS outcome, attempt, latency_s, changed_unix_s,
@@ -76,10 +74,8 @@ class Runs:
         """Return a listed run. Raises ConfigError."""
         if name not in self._views:
             self.table()
-        if name not in self._views:
+        if name not in self._views or not self._views[name].exists():
             raise ConfigError(f"a run must be below the folder: got {name!r}. Choose one from the list.")
-        if not self._views[name].exists():
-            raise ConfigError(f"a run must be where it was found: got no {name!r} any more. Choose one from the list.")
         return self._views[name]
 
 
@@ -91,9 +87,6 @@ class RunView:
         self._run = RunFolder(folder)
         self._lock = threading.Lock()
         self._index = RowIndex(self._run.rollouts, only)
-        self._metrics = MetricsTail(self._run.metrics)
-        self._evaluations: dict[str, Any] | None = None
-        self._evaluated = "", True  # stamps of their folders, and whether scores are accuracies
 
     def exists(self) -> bool:
         return is_run(self._run.path)
@@ -103,11 +96,12 @@ class RunView:
         files = (self._run.metrics, self._run.command, self._run.config)
         changed = {"changed_unix_s": max((status[1] for status in map(stamp, files) if status), default=0) / 1e9}
         try:
-            with reading(self._run.metrics):
-                numbers = _last_numbers(self._run.metrics)
-            return changed | numbers | {"state": state_of(self._run)}
+            return changed | self._numbers() | {"state": state_of(self._run)}
         except FileError as error:
             return changed | {"steps": 0, "reward": None, "held_out": "", "state": str(error)}
+
+    def _numbers(self) -> dict[str, Any]:
+        return _last_numbers(self._run.metrics, stamp(self._run.metrics))
 
     def describe(self, tag: str) -> tuple[str, dict[str, Any] | None]:
         """Return a new tag and the summary of the run with its charts; None if the run has not changed since `tag`."""
@@ -116,8 +110,7 @@ class RunView:
             now += f"-{state_of(self._run)}"
         if now == tag:
             return now, None
-        with self._lock:
-            return now, describe(self._run, self._metrics.read())
+        return now, describe(self._run, read_jsonl(self._run.metrics))
 
     def rows(self, generation: int, start: int) -> dict[str, Any]:
         """Return the columns of the rows from `start` on, and whether the index is complete."""
@@ -162,13 +155,8 @@ class RunView:
     def evaluations(self) -> dict[str, Any] | None:
         """Return held-out prompts with two completions each."""
         folders = [path for path in self._run.rollouts.glob("*") if not path.name.startswith("step_")]
-        stamps = _stamps(sorted(folders))
-        with self._lock:
-            is_binary = score_name(self._metrics.read()) == "accuracy"
-            if (stamps, is_binary) != self._evaluated:
-                self._evaluations = evaluations(self._run.rollouts, is_binary=is_binary)
-                self._evaluated = stamps, is_binary
-            return self._evaluations
+        changed, is_binary = _stamps(sorted(folders)), self._numbers()["score"] == "accuracy"
+        return _evaluations(self._run.rollouts, changed, is_binary)
 
     def prompt(self, prompt_id: str) -> list[dict[str, Any]]:
         """Return each issue of a prompt in the ledger, with its samples and failed attempts."""
@@ -204,15 +192,9 @@ class RunView:
         if not (prompt_ids and self._run.ledger.exists()):
             return issues
         with open_for_reading(self._run.ledger) as database:
-            wanted = (json.dumps([*prompt_ids]),)
-            for issue in _dicts(database.execute(_ISSUES, wanted)):
+            for issue in _dicts(database.execute(_ISSUES, (json.dumps([*prompt_ids]),))):
+                issue |= {key: json.loads(issue[key]) for key in ("samples", "retries")}
                 issues.setdefault(issue.pop("prompt_id"), []).append(issue)
-            for issue in itertools.chain(*issues.values()):
-                issue["samples"] = _dicts(database.execute(_SAMPLES, (issue["ticket"],)))
-            tickets = json.dumps([issue["ticket"] for issue in itertools.chain(*issues.values())])
-            kinds = dict(database.execute(_RETRIES, (tickets,)))
-        for issue in itertools.chain(*issues.values()):
-            issue["retries"] = json.loads(kinds.get(issue["ticket"], "[]"))
         return issues
 
     def untrained(self) -> list[dict[str, Any]]:
@@ -221,30 +203,6 @@ class RunView:
             return []
         with open_for_reading(self._run.ledger) as database:
             return _dicts(database.execute(_UNTRAINED))
-
-
-class MetricsTail:
-    """The rows of a metrics file; only appended rows are read again."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._rows: list[dict[str, Any]] = []
-        self._inode, self._offset = 0, 0
-
-    def read(self) -> list[dict[str, Any]]:
-        """Return all rows; a resumed run replaces its file, which is then read from the beginning."""
-        if not self._path.exists():
-            return []
-        with reading(self._path), self._path.open("rb") as file:
-            stat = os.fstat(file.fileno())
-            if stat.st_ino != self._inode or stat.st_size < self._offset:
-                self._rows, self._inode, self._offset = [], stat.st_ino, 0
-            file.seek(self._offset)
-            whole = file.read().rpartition(b"\n")[0]
-            new = [require_object(json.loads(line)) for line in whole.splitlines()]
-            self._rows += new
-            self._offset += len(whole) + bool(whole)
-        return self._rows
 
 
 def _run_folders(folder: Path, depth: int) -> list[Path]:
@@ -257,28 +215,20 @@ def _run_folders(folder: Path, depth: int) -> list[Path]:
     return [run for child in sorted(children) for run in _run_folders(child, depth - 1)] if depth else []
 
 
-def _last_numbers(path: Path) -> dict[str, Any]:
-    """Return steps and reward of the last training step, and the last held-out score.
+@functools.lru_cache(1000)
+def _last_numbers(path: Path, changed: Stamp | None) -> dict[str, Any]:
+    """Return steps and reward of the last training step, the last held-out score, and what scores are called."""
+    newest_first = read_jsonl(path)[::-1]
+    with reading(path):
+        called, last = score_name(newest_first), next(filter(is_of_training, newest_first), None)
+        held_out = next(filter(None, (score_in_words(row, called) for row in newest_first)), "")
+        steps, reward = (0, None) if last is None else (int(last["step"]) + 1, last.get("reward/mean"))
+        return {"steps": steps, "reward": reward, "held_out": held_out, "score": called}
 
-    Only the end of a large file is read: an evaluation before it is left out.
-    """
-    rows = list(_last_rows(path))
-    called, last = score_name(rows), next(filter(is_of_training, rows), None)
-    held_out = next(filter(None, (score_in_words(row, called) for row in rows)), "")
-    steps, reward = (0, None) if last is None else (int(last["step"]) + 1, last.get("reward/mean"))
-    return {"steps": steps, "reward": reward, "held_out": held_out}
 
-
-def _last_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the whole rows at the end of a metrics file, the last row first."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        start = max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES)
-        file.seek(start)
-        lines = file.read().rpartition(b"\n")[0].splitlines()
-    for line in reversed(lines[1:] if start else lines):  # the first row may begin earlier
-        yield require_object(json.loads(line))
+@functools.lru_cache(16)
+def _evaluations(rollouts: Path, changed: str, is_binary: bool) -> dict[str, Any] | None:
+    return evaluations(rollouts, is_binary=is_binary)
 
 
 def _of_row(row: dict[str, Any]) -> dict[str, Any]:

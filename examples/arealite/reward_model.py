@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from arealite.api.cli_args import RWConfig, load_expr_config
 from arealite.api.io_struct import FinetuneSpec
 from arealite.dataset import load_datasets
-from arealite.dataset.loader import PromptLoader, pair_batches
+from arealite.dataset.loader import PromptLoader, sft_batches
 from arealite.engine.rw.rw_engine import FSDPRWEngine
 from arealite.trainer.recover import Recover
 from arealite.trainer.saver import Saver
@@ -35,7 +35,7 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
     data = config.train_dataset
     train_dataset, valid_dataset = load_datasets(config, tokenizer)
     train_dataloader = PromptLoader(train_dataset, data.batch_size, data.shuffle, config.seed, data.drop_last)
-    train_batches = pair_batches(train_dataloader, tokenizer.pad_token_id, parallel=config.model.parallel)
+    train_batches = sft_batches(train_dataloader, tokenizer.pad_token_id, parallel=config.model.parallel)
     ft_spec = FinetuneSpec(
         config.total_train_epochs, len(train_dataset), data.batch_size, config.total_train_steps, data.drop_last
     )
@@ -48,7 +48,7 @@ def train(argv: list[str], cleanup: ExitStack) -> None:
     valid_batch = None
     if valid_dataset is not None:
         loader = PromptLoader(valid_dataset, len(valid_dataset), shuffle=False)
-        valid_batch = next(pair_batches(loader, tokenizer.pad_token_id, parallel=config.model.parallel))
+        valid_batch = next(sft_batches(loader, tokenizer.pad_token_id, parallel=config.model.parallel))
     evaluation = Frequency(config.evaluator, ft_spec.steps_per_epoch, is_first_due=True)
     saver = Saver(config.saver, ft_spec)
 

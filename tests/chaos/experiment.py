@@ -86,7 +86,7 @@ class Experiment:
             "rollout.setup_timeout": 300,
             "rollout.episode_timeout": 120,
             "rollout.request_timeout": 30,
-            "actor.group_reward_norm": False,
+            "actor.baseline": "none",
             "actor.reward_bias": -0.5,  # a random model earns nothing, and its weights would never change
             "recover.mode": "auto",
             "recover.freq_steps": self.checkpoint_steps,

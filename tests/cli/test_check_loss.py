@@ -113,7 +113,7 @@ def test_a_failure_shows_by_how_much_and_on_which_tokens(tmp_path: Path, capsys:
     place = lines.index(f"  FAILED   {SPLIT}:")
     told = re.search(
         r"losses must be the same in micro-batches of rows \[\[0\], \[1\], \[2\]\] instead of one: "
-        r"got losses (\S+), expected (\S+) for token \d of row 0, with loss_mask 1, .* advantages 1.3$",
+        r"got losses (\S+), expected (\S+) for token \d of row 0$",
         lines[place + 1],
     )
     assert told and float(told[1]) == pytest.approx(float(told[2]) * 3 / 2, rel=1e-4), "3 tokens together, 2 in row 0"
@@ -130,7 +130,7 @@ mine, number = partial(ppo, eps_clip=0.2, eps_clip_higher=0.2), 3
 @pytest.mark.parametrize(
     ("source", "name", "told"),
     [
-        (None, "", "check-loss must be given FILE.py or FILE.py:FUNCTION that exists: got "),
+        (None, "", "must run as far as its functions: got FileNotFoundError"),
         ("def f(:", "", "got SyntaxError: invalid syntax (mine.py, line 1). Correct it."),
         ("import torch\nimport nothing_such", "", "mine.py:2 in <module>. Correct it."),
         ("raise SystemExit(3)", "", "must run as far as its functions: got SystemExit: 3, at "),

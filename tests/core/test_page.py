@@ -1,6 +1,5 @@
 import re
 import time
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,20 +94,37 @@ def test_page_shows_groups_and_incidents(tmp_path: Path, progress: Progress) -> 
 
 def test_timeline_has_a_bar_per_attempt(tmp_path: Path, progress: Progress) -> None:
     page = render(run_folder(tmp_path), progress, now=START + 57)
-    drawings = [ElementTree.fromstring(text) for text in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
-    timeline = drawings[1]
-    bars = [(group.attrib["data-call"], group.attrib["class"]) for group in timeline.iter("g")]
-    assert bars == [(call.call, "again" if call.attempt > 1 else "first") for call in progress.calls]
-    rects = [{name: float(rect.attrib[name]) for name in ("x", "width")} for rect in timeline.iter("rect")]
-    per_s = 720 / 37.2
-    begins = [(rect["x"] - rects[0]["x"]) / per_s for rect in rects]
-    assert begins == pytest.approx([call.begin - START for call in progress.calls], abs=0.01)
-    lengths = [rect["width"] / per_s for rect in rects]
-    assert lengths == pytest.approx([call.seconds for call in progress.calls], abs=0.01)
-    texts = [text.text for text in timeline.iter("text")]
-    assert "2.20 s, attempt 2" in texts and [text for text in texts if text and re.fullmatch(r"\d+ s", text)] == [
-        f"{second} s" for second in range(0, 40, 10)
-    ]
+    row = r'<tr class="(\w+)"><td>(\w+) .*?margin-left:(.*?)%;width:(.*?)%.*?<td>([^<]*)</td></tr>'
+    kinds, calls, begins, lengths, texts = zip(*re.findall(row, page))
+    assert calls == tuple(call.call for call in progress.calls)
+    assert kinds == tuple("again" if call.attempt > 1 else "first" for call in progress.calls)
+    percent = 100 / 37.2
+    assert [*map(float, begins)] == pytest.approx([(call.begin - START) * percent for call in progress.calls], abs=0.01)
+    assert [*map(float, lengths)] == pytest.approx([call.seconds * percent for call in progress.calls], abs=0.01)
+    assert texts[:4] == ("18.40 s", "2.40 s", "1.10 s", "2.20 s, attempt 2")
+
+
+def test_each_call_is_shown_once_with_its_state(tmp_path: Path) -> None:
+    states = {
+        "actor_gen": CallState("done", begin=1000.0, end=1012.3),
+        "ref_inf": CallState("replayed", begin=1013.0, end=1014.0),
+        "actor_inf": CallState("running", begin=1700000000.0),
+    }
+    page = render(run_folder(tmp_path), Progress(ppo(), 12, states), now=START)
+    found = re.findall(r'<div class="call (\w+)" data-call="(\w+)">(.*?)</div>', page)
+    boxes = {name: (status, *re.findall(r">([^<]*)</p>", texts)) for status, name, texts in found}
+    assert len(found) == 7 and boxes == {
+        "actor_gen": ("done", "actor_gen", "rollout · generate", "", "✓ done in 12.3 s"),
+        "actor_inf": ("running", "actor_inf", "actor · inference", "after actor_gen", "▶ running since 22:13:20"),
+        "ref_inf": ("replayed", "ref_inf", "ref · inference", "after actor_gen", "↻ replayed in 1.0 s"),
+        "critic_inf": ("waiting", "critic_inf", "critic · inference", "after actor_gen", "○ waiting"),
+        "advantages": (
+            *("waiting", "advantages", "actor · inference"),
+            *("after actor_inf, ref_inf, critic_inf", "○ waiting"),
+        ),
+        "actor_train": ("waiting", "actor_train", "actor · train_step", "after advantages", "○ waiting"),
+        "critic_train": ("waiting", "critic_train", "critic · train_step", "after advantages", "○ waiting"),
+    }
 
 
 def test_a_finished_page_reloads_no_more(tmp_path: Path, progress: Progress) -> None:

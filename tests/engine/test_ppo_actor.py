@@ -8,12 +8,13 @@ import torch
 from training_cases import actor_config, plain_logprobs, trajectory_batch
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from arealite.api.cli_args import GRPOConfig, MicroBatchSpec, OptimizerConfig, load_expr_config
+from arealite.api.cli_args import CorrectionConfig, GRPOConfig, MicroBatchSpec, OptimizerConfig, load_expr_config
 from arealite.api.errors import ConfigError
 from arealite.engine.ppo.actor import FSDPPPOActor
 
 CONFIGS = Path(__file__).parents[2] / "examples/arealite/configs"
 CHOICES = ("group_size", "baseline", "reward_scale", "adv_norm")
+DECOUPLED = {"proximal": "recompute", "correction": CorrectionConfig(action="mask")}
 LENGTHS = [9, 4, 12, 3, 7, 11, 8, 8]
 Make = Callable[..., FSDPPPOActor]
 
@@ -47,7 +48,7 @@ def test_shipped_configs_and_defaults_are_grpo(make: Make, tmp_path: Path, confi
 
 def test_the_kl_penalty_is_that_of_the_sampling_policy(make: Make) -> None:
     """With decoupled loss the proximal policy plays no part in it."""
-    actor, batch = make(kl_ctl=0.5, use_decoupled_loss=True, adv_norm=False), trajectory_batch([5, 5], 2)
+    actor, batch = make(kl_ctl=0.5, **DECOUPLED, adv_norm=False), trajectory_batch([5, 5], 2)
     batch["ref_logprobs"] = batch["logprobs"] - batch["loss_mask"] * 0.2
     # Each of the three sampled tokens costs 0.1 and pays for itself and those before it.
     expected = batch["rewards"][:, None] - torch.tensor([0.0, 0.0, 0.3, 0.2, 0.1])
@@ -61,8 +62,8 @@ def test_the_kl_penalty_is_that_of_the_sampling_policy(make: Make) -> None:
     ("changes", "told"),
     [
         ({"kl_ctl": 0.5}, "must have 'ref_logprobs' with kl_ctl > 0"),
-        ({"mask_no_eos_with_zero": True}, "must have 'no_eos' with truncated: zero"),
-        ({"use_decoupled_loss": True}, "must have 'proximal_logprobs' with proximal: recompute"),
+        ({"truncated": "zero"}, "must have 'no_eos' with truncated: zero"),
+        (DECOUPLED, "must have 'proximal_logprobs' with proximal: recompute"),
     ],
 )
 def test_what_a_batch_lacks_is_named(make: Make, changes: dict[str, object], told: str) -> None:
@@ -107,7 +108,7 @@ def test_advantages_are_standardised_over_tokens(make: Make, by_group: bool) -> 
 
 
 def test_without_group_index_rows_are_taken_in_order_as_whole_groups(make: Make) -> None:
-    actor, batch = make(group_size=4, group_reward_norm=True), trajectory_batch(LENGTHS, 4)
+    actor, batch = make(group_size=4, baseline="group_mean", reward_scale="group_std"), trajectory_batch(LENGTHS, 4)
     bare = batch.exclude("group_index")
     for one in (batch, bare):
         actor.compute_advantages(one)
@@ -120,7 +121,7 @@ def test_ratios_of_an_unchanged_policy_are_1_also_if_the_model_has_dropout(make:
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.5)
     model_config = GPT2Config(vocab_size=49, n_embd=16, n_layer=2, n_head=2, **dropout)
     AutoModelForCausalLM.from_config(model_config).save_pretrained(tmp_path)
-    actor, batch = make(path=str(tmp_path), ppo_n_minibatches=1, use_decoupled_loss=True), trajectory_batch(LENGTHS, 2)
+    actor, batch = make(path=str(tmp_path), ppo_n_minibatches=1, **DECOUPLED), trajectory_batch(LENGTHS, 2)
     batch["proximal_logprobs"] = actor.compute_logprobs(batch)
     actor.compute_advantages(batch)
     metrics = actor.ppo_update(batch)
@@ -134,7 +135,7 @@ def test_log_ratios_are_those_that_each_minibatch_met(make: Make) -> None:
         "adv_norm": False,
         "mb_spec": MicroBatchSpec(max_tokens_per_mb=16),
     }
-    actor, batch = make(ppo_n_minibatches=2, use_decoupled_loss=True, **settings), trajectory_batch(LENGTHS, 2)
+    actor, batch = make(ppo_n_minibatches=2, **DECOUPLED, **settings), trajectory_batch(LENGTHS, 2)
     batch["rewards"] = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0])  # the third group has no spread
     batch["proximal_logprobs"] = actor.compute_logprobs(batch)
     batch["logprobs"] = batch["proximal_logprobs"] * batch["loss_mask"]
@@ -167,7 +168,7 @@ def test_there_are_no_more_steps_than_groups(make: Make) -> None:
 
 
 def test_metrics_of_an_on_policy_batch(make: Make) -> None:
-    actor, batch = make(ppo_n_minibatches=1, use_decoupled_loss=True), trajectory_batch(LENGTHS, 2)
+    actor, batch = make(ppo_n_minibatches=1, **DECOUPLED), trajectory_batch(LENGTHS, 2)
     mask = batch["loss_mask"].bool()
     batch["proximal_logprobs"] = actor.compute_logprobs(batch)
     batch["logprobs"] = batch["proximal_logprobs"] * mask
@@ -197,7 +198,7 @@ def test_metrics_of_an_on_policy_batch(make: Make) -> None:
 
 def test_metrics_tell_spread_extremes_and_what_was_left_out(make: Make) -> None:
     actor, batch = (
-        make(ppo_n_minibatches=1, use_decoupled_loss=True, behav_imp_weight_cap=2.0),
+        make(ppo_n_minibatches=1, proximal="recompute", correction=CorrectionConfig(action="mask", upper=2.0)),
         trajectory_batch(LENGTHS, 2),
     )
     mask = batch["loss_mask"].bool()
@@ -225,12 +226,12 @@ def test_metrics_tell_spread_extremes_and_what_was_left_out(make: Make) -> None:
 
 def test_recomputed_logprobs_without_a_correction_take_the_place_of_the_servers(make: Make) -> None:
     found = {}
-    for name, older in {
-        "server": {"recompute_logprob": False},
-        "recomputed": {"recompute_logprob": True},
-        "decoupled": {"use_decoupled_loss": True, "recompute_logprob": True},
+    for name, choices in {
+        "server": {"proximal": "rollout"},
+        "recomputed": {"proximal": "recompute"},
+        "decoupled": DECOUPLED,
     }.items():
-        actor, batch = make(ppo_n_minibatches=1, **older), trajectory_batch(LENGTHS, 2)
+        actor, batch = make(ppo_n_minibatches=1, **choices), trajectory_batch(LENGTHS, 2)
         batch["proximal_logprobs"] = actor.compute_logprobs(batch)
         batch["logprobs"] = (batch["proximal_logprobs"] + 0.1) * batch["loss_mask"]
         actor.compute_advantages(batch)
@@ -248,7 +249,7 @@ def test_recomputed_logprobs_without_a_correction_take_the_place_of_the_servers(
 
 @pytest.mark.parametrize("is_decoupled", [True, False])
 def test_tokens_whose_logprob_the_server_does_not_know_are_left_out_and_counted(make: Make, is_decoupled: bool) -> None:
-    actors = [make(use_decoupled_loss=is_decoupled, kl_ctl=0.1, ppo_n_minibatches=1) for _ in range(2)]
+    actors = [make(**(DECOUPLED if is_decoupled else {}), kl_ctl=0.1, ppo_n_minibatches=1) for _ in range(2)]
     batches = [trajectory_batch(LENGTHS, 2) for _ in actors]
     batches[0]["logprobs"][2, 5] = -9999.0  # as vLLM reports a logprob that is not finite
     batches[1]["loss_mask"][2, 5] = 0

@@ -126,7 +126,7 @@ def test_where_the_policy_has_not_moved_the_gradient_is_that_of_reinforce(make: 
 def test_one_token_that_is_far_off_skips_no_step(make: Make) -> None:
     """Beyond 88 the ratio would be infinite in float32, and a clipped token would still make the gradient NaN."""
     for far in (-100.0, 100.0):
-        actor, batch = make(use_decoupled_loss=True, adv_norm=False), a_batch()
+        actor, batch = make(proximal="recompute", correction=CorrectionConfig(action="mask"), adv_norm=False), a_batch()
         batch["proximal_logprobs"] = actor.compute_logprobs(batch)
         batch["proximal_logprobs"][2, 5] += far
         actor.compute_advantages(batch)

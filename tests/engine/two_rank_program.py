@@ -20,7 +20,14 @@ from training_cases import (
 )
 
 from arealite.algorithms.logprobs import count_loss_tokens
-from arealite.api.cli_args import DPOEngineConfig, FSDPEngineConfig, LoRAConfig, MicroBatchSpec, OptimizerConfig
+from arealite.api.cli_args import (
+    CorrectionConfig,
+    DPOEngineConfig,
+    FSDPEngineConfig,
+    LoRAConfig,
+    MicroBatchSpec,
+    OptimizerConfig,
+)
 from arealite.api.io_struct import SaveLoadMeta, WeightUpdateMeta
 from arealite.engine.dpo.dpo_engine import FSDPDPOEngine
 from arealite.engine.fsdp_engine import FSDPEngine
@@ -57,9 +64,10 @@ TRAJECTORY_SHARES = [[5, 0, 6], [1, 2, 3, 4, 7]]
 """Groups 0, 2 and 3 are torn apart."""
 ACTOR = {
     "group_size": 2,
-    "group_reward_norm": True,
-    "use_decoupled_loss": True,
-    "behav_imp_weight_cap": 5.0,
+    "baseline": "group_mean",
+    "reward_scale": "group_std",
+    "proximal": "recompute",
+    "correction": CorrectionConfig(action="mask", upper=5.0),
     "ppo_n_minibatches": 3,
     "kl_ctl": 0.1,
 }

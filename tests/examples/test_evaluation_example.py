@@ -65,7 +65,7 @@ def test_servers_that_run_already_are_asked(tmp_path: Path) -> None:
     ]
     with serve(server):
         words = ["eval", "--server", server.address, *words]
-        assert "must be a server of SGLang" in arealite(*words, status=1)
+        assert "must describe itself as SGLang" in arealite(*words, status=1)
         arealite(*words, "rollout.backend=lite")
     (row,) = metrics(tmp_path / "evaluate" / "trial0")
     assert row["sampled/num_samples"] == 12 and {f"sampled/pass@{k}" for k in (1, 2, 3)} <= row.keys()

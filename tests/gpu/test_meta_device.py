@@ -78,7 +78,7 @@ def assert_no_sync(engine: MetaEngine, train: Callable[[], object]) -> None:
 ALGORITHMS = sorted(name for name, choices in PRESETS.items() if choices["baseline"] not in ("critic", "teacher"))
 CHOICES: dict[str, dict[str, Any]] = {
     **{name: {"algorithm": name, "kl_ctl": 0.1} for name in ALGORITHMS},
-    "decoupled": {"use_decoupled_loss": True, "behav_imp_weight_cap": 5.0, "c_clip": 3.0},
+    "decoupled": {"proximal": "recompute", "correction": CorrectionConfig(action="mask", upper=5.0), "c_clip": 3.0},
     "entropy": {"entropy_ctl": 0.1},
     "current": {
         "proximal": "current",

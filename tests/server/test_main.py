@@ -20,7 +20,6 @@ import testing_forks
 import torch
 from safetensors.torch import load_file, save_file
 
-from arealite.server import __main__ as server
 from arealite.server.__main__ import main
 from arealite.utils.network import hold_port, port_of
 
@@ -34,7 +33,6 @@ def main_that_fails_later(argv: list[str]) -> int:
             raise RuntimeError("the chip melted")
 
     torch.nn.modules.module.register_module_forward_pre_hook(fail_later)
-    server.FAILURE_NOTICE_S = 3.0
     return main(argv)
 
 
@@ -116,8 +114,6 @@ def test_a_failed_engine_ends_the_process_with_an_error(model_path: str) -> None
     with forked(main_that_fails_later, model_path) as (process, url):
         status, reply = post(f"{url}/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 100}})
         assert status == 500 and "the chip melted" in reply["error"]["message"]
-        with pytest.raises(urllib.error.HTTPError, match="503"):
-            urllib.request.urlopen(f"{url}/health", timeout=120)
         process.join(120)
         assert process.exitcode == 1
 

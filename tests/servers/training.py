@@ -63,8 +63,8 @@ def runs_on(program: Program, *, reloads_tied: bool) -> list[Run]:
     ]
     if reloads_tied:
         return [Run("disk", "untied", disk), Run("broadcast, tied", "tied", broadcast), asleep, *divided]
-    refusal = ("must have an output layer of its own", "Use a model with tie_word_embeddings=false")
-    divided[-1] = replace(divided[-1], name="experts, refused", refusal=("must have no experts", "another backend in"))
+    refusal = ("must have tie_word_embeddings=false and no experts", "another backend in")
+    divided[-1] = replace(divided[-1], name="experts, refused", refusal=refusal)
     return [
         Run("disk", "untied", disk),
         Run("broadcast", "untied", broadcast),

@@ -178,28 +178,19 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(
     assert find_damage(damaged) is not None, "it is kept for a look at it, and no later run takes it for a checkpoint"
 
 
-@pytest.mark.parametrize("num_errors", [2, 10**9])
-def test_an_error_of_reading_is_no_damage(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_errors: int
-) -> None:
-    """As network disks have them: the newest checkpoint is used once it can be read, or the run ends."""
-    digest, left = hashlib.file_digest, [num_errors]
+def test_an_error_of_reading_is_no_damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As network disks have them: the run ends, and its launcher starts it again."""
+    digest = hashlib.file_digest
 
     def fail(file: Any, name: str) -> Any:
-        if file.name.endswith(".distcp") and left[0] > 0:
-            left[0] -= 1
+        if file.name.endswith(".distcp"):
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), file.name)
         return digest(file, name)
 
     monkeypatch.setattr(hashlib, "file_digest", fail)
-    monkeypatch.setattr("arealite.trainer.checkpoint.RETRIES_S", (0.0, 0.01, 0.01))
-    if num_errors == 2:
-        assert find_damage(folder / "e/t/recover/step_3") is None
-    else:
-        with pytest.raises(CheckpointError, match=r"__0_0.distcp must be readable: got \[Errno 116\] Stale"):
-            start(folder)
+    with pytest.raises(CheckpointError, match=r"step_3 must be readable: got \[Errno 116\] Stale .*__0_0.distcp"):
+        start(folder)
     assert checkpoints(folder) == ["step_1", "step_3"]
-    assert "step_3/actor/__0_0.distcp could not be read" in caplog.text
 
 
 def start(folder: Path, **config: Any) -> Recover:

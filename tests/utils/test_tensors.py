@@ -10,7 +10,6 @@ from arealite.utils.tensors import (
     pack_rows,
     split_balanced,
     split_rows,
-    trimmed_rows,
     unit_lengths,
     unpack_rows,
 )
@@ -182,28 +181,6 @@ def test_kept_sets_stay_with_their_tokens() -> None:
         assert packed["kept_counts"].sum() == len(ids) and packed["kept_counts"].shape == packed["input_ids"].shape
     empty = pack_rows(joined, []).packed
     assert empty["kept_ids"].shape == empty["kept_counts"].shape == (0,)
-
-
-@pytest.mark.parametrize(("chosen", "width", "num_ids"), [([0, 2], 3, 5), ([1], 5, 1), ([0, 1, 2], 5, 5), ([], 1, 0)])
-def test_rows_by_themselves_keep_only_the_padding_that_they_need(chosen: list[int], width: int, num_ids: int) -> None:
-    batch = with_kept(padded([2, 5, 3]), [[0, 3], [1], [0, 1, 4]], 8)
-    batch["per_row"] = torch.arange(3 * 7).view(3, 7)
-    alone = trimmed_rows(batch, chosen)
-    assert alone["kept_ids"].shape == (len(chosen), num_ids) and alone["per_row"].shape == (len(chosen), 7)
-    assert alone["input_ids"].shape == alone["attention_mask"].shape == alone["kept_counts"].shape
-    assert alone["input_ids"].shape == (len(chosen), width)
-    found, expected = pack_rows(alone, range(len(chosen))).packed, pack_rows(batch, chosen).packed
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
-
-
-def test_numbers_of_a_row_never_look_like_those_of_its_tokens() -> None:
-    batch = padded([2, 5, 3])
-    batch["three"], batch["four"] = torch.arange(9).view(3, 3), torch.arange(12).view(3, 4)
-    alone = trimmed_rows(batch, [0, 2])
-    assert alone["input_ids"].shape == (2, 5), "3 and 4 are the widths of others"
-    assert pack_rows(alone, [0, 1]).packed["three"].tolist() == [[0, 1, 2], [6, 7, 8]]
-    sizes = {key: tensor.untyped_storage().nbytes() for key, tensor in alone.items()}
-    assert sizes == {key: tensor.nbytes for key, tensor in alone.items()}, "nothing else is sent"
 
 
 @given(st.data())

@@ -79,14 +79,14 @@ def test_groups_of_several_senders_meet_at_one_port_and_transfer_at_once(pool: T
     first, second = (one.result(PATIENCE_S) for one in receivers)
 
     specs = [Spec(str(sender), (BIG // 100,), "float32") for sender in senders]
-    receiving = [pool.submit(receive_bucket, own, specs) for own in (first, second)]
+    receiving = [pool.submit(receive_bucket, [*zip(own, specs)]) for own in (first, second)]
     for sender, group in reversed([*zip(senders, groups)]):
         send_bucket(group, [torch.full((BIG // 100,), float(sender))])
     for future in receiving:
         bucket = future.result(PATIENCE_S)
         assert [bucket[str(sender)].unique().tolist() for sender in senders] == [[0.0], [1.0], [5.0]]
 
-    receiving = [pool.submit(timed, lambda own=own: receive_bucket(own, specs)) for own in (first, second)]
+    receiving = [pool.submit(timed, lambda own=own: receive_bucket(zip(own, specs))) for own in (first, second)]
     for group in reversed(groups):  # as a trainer does when one of its ranks has failed
         close_group(group)
     for future in receiving:
@@ -117,7 +117,7 @@ def test_buckets_arrive_exactly_in_every_dtype_at_every_receiver(pool: ThreadPoo
     specs += [Spec("column", (4, 3), "float32"), Spec("scalar", (), "float32")]
     sender, *receivers = join_all(pool, 3)
     for repetition in range(3):
-        received = [pool.submit(receive_bucket, [receiver] * len(specs), specs) for receiver in receivers]
+        received = [pool.submit(receive_bucket, [(receiver, spec) for spec in specs]) for receiver in receivers]
         send_bucket(sender, [*(tensor * (repetition + 1) for tensor in tensors.values()), column, scalar])
         for future in received:
             bucket = future.result(PATIENCE_S)
@@ -134,7 +134,7 @@ def test_groups_are_rebuilt_under_new_names_also_at_the_same_port(pool: ThreadPo
     with hold_port() as holder:
         for epoch in range(2):
             sender, receiver = join_all(pool, 2, name=f"g-{epoch}", port=port_of(holder))
-            received = pool.submit(receive_bucket, [receiver], [Spec("a", (2,), "float32")])
+            received = pool.submit(receive_bucket, [(receiver, Spec("a", (2,), "float32"))])
             send_bucket(sender, [torch.full((2,), float(epoch))])
             assert received.result(PATIENCE_S)["a"].tolist() == [epoch, epoch]
             close_group(receiver)
@@ -148,7 +148,7 @@ def test_closing_fails_the_other_side_at_once(pool: ThreadPoolExecutor, closes: 
     if closes == "receiver":
         waiting = pool.submit(timed, lambda: send_bucket(sender, [torch.zeros(BIG)]))
     else:
-        waiting = pool.submit(timed, lambda: receive_bucket([receiver], [Spec("a", (BIG,), "float32")]))
+        waiting = pool.submit(timed, lambda: receive_bucket([(receiver, Spec("a", (BIG,), "float32"))]))
     time.sleep(0.2)
     close_group(receiver if closes == "receiver" else sender)
     _, error = waiting.result(PATIENCE_S)
@@ -187,7 +187,7 @@ def test_a_port_in_use_is_an_error() -> None:
 def receive(test: Connection, port: int, size: int) -> None:
     group = join_group("127.0.0.1", port, 1, 2, "g", timeout_s=PATIENCE_S)
     test.send("joined")
-    bucket = receive_bucket([group], [Spec("a", (size,), "float32")])
+    bucket = receive_bucket([(group, Spec("a", (size,), "float32"))])
     test.send(bucket["a"].sum().item())
     close_group(group)
 

@@ -13,27 +13,7 @@ from arealite.api.run_metrics import score_name
 from arealite.rollout.account.store import Update, write_update
 from arealite.utils.files import file_lock
 from arealite.viewer.describe import score_in_words
-from arealite.viewer.runs import MetricsTail, Runs, RunView
-
-
-def steps(tail: MetricsTail) -> list[int]:
-    return [row["step"] for row in tail.read()]
-
-
-def test_metrics_are_read_as_they_grow(tmp_path: Path) -> None:
-    tail = MetricsTail(path := tmp_path / "metrics.jsonl")
-    assert steps(tail) == []
-    write_metrics(tmp_path, [0, 1])
-    assert steps(tail) == [0, 1]
-    with path.open("a") as file:
-        file.write('{"step": 2, "rew')
-    assert steps(tail) == [0, 1], "a row that is being written is no row yet"
-    with path.open("a") as file:
-        file.write('ard/mean": 1}\n')
-    assert tail.read()[2] == {"step": 2, "reward/mean": 1}
-    path.rename(tmp_path / "old")
-    write_metrics(tmp_path, [0, 1, 5, 6])  # a run that resumes replaces the file
-    assert steps(tail) == [0, 1, 5, 6]
+from arealite.viewer.runs import Runs, RunView
 
 
 def test_runs_are_found_below_the_folder_the_newest_first(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_a_name_that_its_owner_lets_point_here_is_refused(tmp_path: Path) -> Non
     async def test(get: Get) -> None:
         for path in ("/", "/files/view.js", "/api/runs"):
             names = ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "10.0.0.1")
-            for host in (*names, "127.0.0.1:99999", "127.0.0.1:x", "a:b:c", "xn--ü"):  # the last ones are no names
+            for host in (*names, "127.0.0.1.", "a:b:c", "xn--ü", ""):  # the last ones are no names
                 status, _, body = await get(path, SHOWN | {"Host": host})
                 assert (status, "must be asked for as 127.0.0.1" in str(body)) == (421, True), (path, host)
             for host in ("localhost", "127.0.0.1:1", "[::1]:8800"):
@@ -204,7 +204,7 @@ def test_a_folder_that_no_writer_of_ours_has_left_is_answered_in_words(tmp_path:
         assert hits == {"rows": [1, 2, 3, 4, 0], "end": 0}, "what is damaged hides no other file"
         shutil.rmtree(tmp_path / "list")
         for status, _, answer in (await ask(get, "list"))[:4]:
-            assert (status, "must be where it was found: got no 'list' any more" in answer["error"]) == (400, True)
+            assert (status, "must be below the folder: got 'list'" in answer["error"]) == (400, True)
 
     write_run(tmp_path / "whole")
     served(tmp_path, test)

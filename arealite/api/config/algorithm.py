@@ -1,8 +1,8 @@
-"""From presets, older keys and what is given to one value for every choice of an algorithm, or a refusal.
+"""From presets and what is given to one value for every choice of an algorithm, or a refusal.
 
-What is given wins over the preset, the preset over the defaults. Invariant: what `resolve_choices` returns has no
-older key left and resolves to itself, so that a stored config means what it shows. A preset never sets learning rate,
-group size, `ppo_n_minibatches` or `kl_ctl`. docs/algorithms.md has formulas and papers.
+What is given wins over the preset, the preset over the defaults. Invariant: what `resolve_choices` returns resolves to
+itself, so that a stored config means what it shows. A preset never sets learning rate, group size, `ppo_n_minibatches`
+or `kl_ctl`. docs/algorithms.md has formulas and papers.
 """
 
 import logging
@@ -83,14 +83,6 @@ BELONGS_TO: dict[str, tuple[str, list[str]]] = {
 
 _ESTIMATORS = {"reward": ("k1",), "loss": ("k2", "k3")}  # those that have there the gradient of a KL divergence
 _CORRECTION = tuple(key for key in DEFAULTS if key.startswith("correction."))
-OLDER_KEYS: dict[str, tuple[str, ...]] = {
-    "group_reward_norm": ("baseline", "reward_scale"),
-    "mask_no_eos_with_zero": ("truncated",),
-    "recompute_logprob": ("proximal",),
-    "use_decoupled_loss": ("proximal", *_CORRECTION),
-    "behav_imp_weight_cap": ("proximal", *_CORRECTION),
-}
-"""Older keys, and the choices that they make."""
 
 _NO_VALUES = "none|group_mean|leave_one_out|length_weighted"
 _OF_TEACHER = "The advantage of a token is its log ratio of teacher and student; rewards are only logged. Remove it."
@@ -136,12 +128,11 @@ _RULES_OF_PENALTIES = tuple(
 
 
 def resolve_choices(config: ConfigT, defaults: Mapping[str, Any] = DEFAULTS) -> ConfigT:
-    """Return a copy in which every choice has its value and older keys are None.
+    """Return a copy in which every choice has its value.
 
     `defaults` come before `DEFAULTS`. Raises ConfigError for choices that mean nothing together.
     """
     given = {key: value for key in DEFAULTS if (value := _value(config, key)) is not None}
-    given |= _translated(config, given)
     choices = {**DEFAULTS, **defaults, **_choices_of(config.algorithm), **given}
     for key, (choice, values) in BELONGS_TO.items():
         if choices[choice] not in values:
@@ -189,7 +180,7 @@ def _value(config: PPOActorConfig, key: str) -> Any:
 def _with(config: ConfigT, choices: Choices) -> ConfigT:
     correction = CorrectionConfig(**{key.partition(".")[2]: choices[key] for key in _CORRECTION})
     plain: Choices = {key: value for key, value in choices.items() if key not in _CORRECTION}
-    return config.new(correction=correction, **plain | dict.fromkeys(OLDER_KEYS))
+    return config.new(correction=correction, **plain)
 
 
 def _choices_of(algorithm: str | None) -> Choices:
@@ -198,40 +189,6 @@ def _choices_of(algorithm: str | None) -> Choices:
         f"actor.algorithm must be one of {', '.join(PRESETS)}: got {algorithm}. Choose one.",
     )
     return {} if algorithm is None else PRESETS[algorithm]
-
-
-def _translated(config: PPOActorConfig, given: Choices) -> Choices:
-    """Return the choices that older keys make; one made by both is refused."""
-    older = {key: value for key in OLDER_KEYS if (value := getattr(config, key)) is not None}
-    for key, value in older.items():
-        for choice in OLDER_KEYS[key]:
-            require(
-                choice not in given,
-                f"actor.{key} must not be given with actor.{choice}: got {value} and {given.get(choice)}. "
-                f"Remove actor.{key}, the older key.",
-            )
-    choices: Choices = {}
-    if "group_reward_norm" in older:
-        is_on = older["group_reward_norm"]
-        choices["baseline"], choices["reward_scale"] = ("group_mean", "group_std") if is_on else ("none", "none")
-    if "mask_no_eos_with_zero" in older:
-        choices["truncated"] = "zero" if older["mask_no_eos_with_zero"] else "keep"
-    if "recompute_logprob" in older:
-        choices["proximal"] = "recompute" if older["recompute_logprob"] else "rollout"
-    is_decoupled = older.get("use_decoupled_loss")
-    if is_decoupled:
-        require(
-            choices.get("proximal") != "rollout",
-            "actor.recompute_logprob must be true if actor.use_decoupled_loss is: got false. "
-            "The decoupled loss needs the recomputed logprobs; set actor.recompute_logprob=true.",
-        )
-        choices |= {"proximal": "recompute", "correction.action": "mask"}
-        choices["correction.upper"] = older.get("behav_imp_weight_cap")
-    elif is_decoupled is False:
-        choices["correction.action"] = "none"
-    if "behav_imp_weight_cap" in older and not is_decoupled:
-        logger.warning("actor.behav_imp_weight_cap has no effect: actor.use_decoupled_loss is not true.")
-    return choices
 
 
 def _check_clip(actor: PPOActorConfig, given: Choices) -> None:

@@ -49,6 +49,7 @@ RENAMED = {
     "rollout.server_address": "rollout.server_addrs",
     "rollout.timeout": "rollout.request_timeout",
     "actor.weight_update_mode": "rollout.weight_update",
+    "actor.behav_imp_weight_cap": "actor.correction.upper",
     **{f"{engine}.lr": f"{engine}.optimizer.lr" for engine in _ENGINES},
     **{f"{engine}.mb_spec.max_tokens_per_gpu": f"{engine}.mb_spec.max_tokens_per_mb" for engine in _ENGINES},
     **{f"ppo.{name}": f"actor.{name}" for name in _PPO},
@@ -62,6 +63,19 @@ RENAMED = {
     "rollout.n_seqs": "train_dataset.batch_size",
 }
 """Keys of v0.3, AReaL and its Core that move, and their new places."""
+CHOSEN: dict[str, tuple[Tree, Tree]] = {
+    "actor.group_reward_norm": (
+        {"actor.baseline": "none", "actor.reward_scale": "none"},
+        {"actor.baseline": "group_mean", "actor.reward_scale": "group_std"},
+    ),
+    "actor.mask_no_eos_with_zero": ({"actor.truncated": "keep"}, {"actor.truncated": "zero"}),
+    "actor.recompute_logprob": ({"actor.proximal": "rollout"}, {"actor.proximal": "recompute"}),
+    "actor.use_decoupled_loss": (
+        {"actor.correction.action": "none"},
+        {"actor.correction.action": "mask", "actor.proximal": "recompute"},
+    ),
+}
+"""Keys of v0.3 that choose an algorithm, and what false and true mean here."""
 _CORE_BLOCKS = ("ppo", "ppo.gen", "dataset")
 """Blocks of AReaL's Core, whose keys have other places here."""
 
@@ -164,6 +178,8 @@ DROPPED = {
     "*_dataset.num_workers": Dropped("the loop reads rows itself, when a batch needs them"),
     "*_dataset.reward_fn": Dropped("the script passes the reward function to the workflow"),
     **{f"{role}.{key}": _FROZEN for role in ("ref", "teacher") for key in _ALGORITHM},
+    **{f"ref.{key.removeprefix('actor.')}": _FROZEN for key in ("actor.behav_imp_weight_cap", *CHOSEN)},
+    **dict.fromkeys(CHOSEN, Dropped("only true and false choose, what docs/algorithms.md says", (None,))),
     "stats_logger.swanlab.api_key": Dropped("secrets stay out of stored configs: export SWANLAB_API_KEY", (None,)),
 }
 """Patterns of keys without effect here; the first pattern that matches counts."""
@@ -193,10 +209,11 @@ def migrate(
     for place, given in sources.items():
         given = _translated(given, changes)
         others = {name: given.pop(name) for name in ("defaults", *_CORE_BLOCKS) if has_others and name in given}
-        moved: Tree = {}
+        moved: dict[str, Tree] = {}
         migrated[place] = _sort(given, "", keys, moved, problems, changes) | others
-        for old, value in moved.items():
-            _put(migrated[place], RENAMED[old], value, old)
+        for old, new in moved.items():
+            for key, value in new.items():
+                _put(migrated[place], key, value, old)
     return _without_placements(migrated, changes)
 
 
@@ -253,11 +270,11 @@ def _sort(
     block: Tree,
     prefix: str,
     keys: Mapping[str, ConfigKey],
-    moved: Tree,
+    moved: dict[str, Tree],
     problems: list[str],
     changes: list[str],
 ) -> Tree:
-    """Return the block without old keys, and put those that move into `moved`, by dotted name."""
+    """Return the block without old keys, and put our keys for those that move into `moved`, by their dotted names."""
     kept: Tree = {}
     is_passed_through = prefix[:-1] in keys and keys[prefix[:-1]].block is None
     matches = operator.eq if is_passed_through else fnmatchcase  # `backend` may be an option of a server
@@ -271,9 +288,10 @@ def _sort(
         elif isinstance(value, dict) and key in _CORE_BLOCKS:
             for left in _sort(value, f"{key}.", keys, moved, problems, changes):
                 problems.append(f"{key}.{left} must have a counterpart here: got it. Remove it; --help lists all keys.")
-        elif key in RENAMED:
-            moved[key] = "broadcast" if value == "xccl" else value
-            changes.append(_renamed(key, {RENAMED[key]: moved[key]}))
+        elif key in RENAMED or (key in CHOSEN and isinstance(value, bool)):
+            renamed = {RENAMED.get(key, ""): "broadcast" if value == "xccl" else value}
+            moved[key] = CHOSEN[key][value] if key in CHOSEN else renamed
+            changes.append(_renamed(key, moved[key]))
         elif dropped := next((entry for pattern, entry in DROPPED.items() if matches(key, pattern)), None):
             problems += _drop(key, value, dropped, changes)
         else:
@@ -301,7 +319,7 @@ def _put(tree: dict[str, Any], key: str, value: Any, old: str) -> None:
         if not isinstance(tree[parent], dict):
             raise ConfigError(f"{key} must stand in a block: got {parent}={tree[parent]!r} and {old}. Remove {old}.")
         tree = tree[parent]
-    if name in tree:
+    if tree.get(name) not in (None, value):
         raise ConfigError(f"{key} must be given once: got it as {old} too. Remove {old}.")
     tree[name] = value
 

@@ -272,16 +272,6 @@ class PPOActorConfig(TrainEngineConfig):
     """Estimator of the KL divergence per token: k1 in the reward, k2 or k3 in the loss. None is k1 or k3."""
     entropy_ctl: NonNegative = 0.0
     """Weight of the entropy bonus."""
-    group_reward_norm: Bool | None = None
-    """Older key: true is baseline group_mean with reward_scale group_std, false is none for both."""
-    mask_no_eos_with_zero: Bool | None = None
-    """Older key: true is truncated zero."""
-    recompute_logprob: Bool | None = None
-    """Older key: true is proximal recompute, false is rollout."""
-    use_decoupled_loss: Bool | None = None
-    """Older key: true is proximal recompute with correction.action mask."""
-    behav_imp_weight_cap: Positive | None = None
-    """Older key: correction.upper of `use_decoupled_loss`."""
 
     def as_actor(self) -> Self:
         """Return a copy with what is always on, for an engine."""

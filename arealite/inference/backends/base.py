@@ -186,17 +186,26 @@ class Backend(abc.ABC):
         """Inspect a server; ServerError if it is of another kind, ConfigError if it lacks what the run needs."""
         try:
             return await self._inspect(server)
-        except ConfigError:
-            raise
-        except (AttributeError, TypeError, LookupError, ValueError) as error:
+        except (StatusError, AttributeError, TypeError, LookupError, ValueError) as error:
+            if isinstance(error, ConfigError) or (isinstance(error, StatusError) and error.status != 404):
+                raise
             raise ServerError(
                 f"http://{server.address} must describe itself as {self.program} does: got {type(error).__name__}: "
-                f"{error}. Check the version of the server."
+                f"{error}. Start it by `arealite serve`, or correct rollout.server_addrs or the backend."
             ) from error
 
     @abc.abstractmethod
     async def _inspect(self, server: ServerConnection) -> ServerFacts:
         """Do what `meet` does; any other error means that a reply breaks the protocol."""
+
+    def _refuse_cache(self, server: ServerConnection, off: str) -> None:
+        """Refuse a prefix cache, which `off` turns off, with `in_place`."""
+        if self._pause_mode == "in_place":
+            raise ConfigError(
+                f"rollout.pause_mode must not be in_place with the prefix cache of {self.program}: got both at "
+                f"{server.address}, so that new requests would reuse keys and values of old weights. Start it with "
+                f"{off}, or set rollout.pause_mode=retract."
+            )
 
     async def take_over(self, server: ServerConnection) -> None:
         """Resume a server that a previous run may have left paused or mid-update."""

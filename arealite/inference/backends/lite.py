@@ -21,7 +21,7 @@ class LiteBackend(SGLangBackend):
     is_on_cpu = True
 
     async def _inspect(self, server: ServerConnection) -> ServerFacts:
-        info = await self._model_info(server)
+        info = await server.request("GET", "/get_model_info")
         self._takes_seeds.add(server.address)
         names = {"model": "model_path", "vocab_size": "vocab_size", "slots": "slots"}
         told: dict[str, Any] = {name: info.get(key) for name, key in names.items()}

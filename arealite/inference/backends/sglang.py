@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from arealite.api.config.rollout import ALL_TOKENS
-from arealite.api.errors import ConfigError, ServerError
 from arealite.api.io_struct import ModelRequest
 from arealite.api.servers import PauseMode
 from arealite.inference.backends.base import (
@@ -41,33 +40,17 @@ class SGLangBackend(Backend):
         self._begun: set[str] = set()  # addresses of servers in an update that `end` must finish
 
     async def _inspect(self, server: ServerConnection) -> ServerFacts:
-        model = (await self._model_info(server)).get("model_path")
-        info = await self._model_info(server, "/get_server_info")
+        model = (await server.request("GET", "/get_model_info")).get("model_path")
+        info = await server.request("GET", "/get_server_info")
         if "max_req_input_len" in info:
             self._max_tokens[server.address] = info["max_req_input_len"] + _RESERVED_TOKENS
         if info.get("enable_deterministic_inference"):
             self._takes_seeds.add(server.address)
-        if self._pause_mode == "in_place" and not info.get("disable_radix_cache"):
-            raise ConfigError(
-                f"rollout.pause_mode must not be in_place with the prefix cache of SGLang: got both at "
-                f"{server.address}, so that new requests would reuse keys and values of old weights forever. "
-                "Start it with --disable-radix-cache, or set rollout.pause_mode=retract."
-            )
+        if not info.get("disable_radix_cache"):
+            self._refuse_cache(server, "--disable-radix-cache")
         dtype = None if info.get("dtype") in (None, "auto") else str(info["dtype"])
         slots = info.get("slots") or info.get("max_running_requests")
         return ServerFacts(dtype, num_gpus=int(info.get("tp_size", 1)), model=model, slots=slots)
-
-    async def _model_info(self, server: ServerConnection, endpoint: str = "/get_model_info") -> Json:
-        """Refuse a server of another kind."""
-        try:
-            return await server.request("GET", endpoint)
-        except StatusError as error:
-            if error.status != 404:
-                raise
-            raise ServerError(
-                f"http://{server.address} must be a server of {self.program}: {error} "
-                "Correct rollout.server_addrs, or the backend in allocation_mode or rollout.backend."
-            ) from error
 
     def payload(self, address: str, req: ModelRequest, tokens: list[int], seed: int, ignore_eos: bool = False) -> Json:
         gconfig, input_ids = req.gconfig, [*req.input_ids, *tokens]

@@ -24,7 +24,7 @@ from arealite.inference.backends.base import (
     prompt_ids,
     require,
 )
-from arealite.inference.http import Json, ServerConnection, StatusError, bad_reply, deadline_in
+from arealite.inference.http import Json, ServerConnection, bad_reply, deadline_in
 from arealite.inference.pool import ServerFacts
 
 _OUR_EXTENSION = "arealite"  # name of the weight transfer of our wrapper
@@ -47,28 +47,20 @@ class VLLMBackend(Backend):
         self._extended: set[str] = set()  # addresses of servers that our launch wrapper has started
 
     async def _inspect(self, server: ServerConnection) -> ServerFacts:
-        try:
-            paths = (await server.request("GET", "/openapi.json"))["paths"].keys()
-            if missing := {self.endpoint, "/pause"} - paths:
-                raise KeyError(*sorted(missing))
-        except (StatusError, KeyError) as error:
+        paths = (await server.request("GET", "/openapi.json"))["paths"].keys()
+        if missing := {self.endpoint, "/pause"} - paths:
             raise ServerError(
                 f"http://{server.address} must be a vLLM server with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out: it "
-                f"has no {error}. Start it by python3 -m arealite.launcher.serve.vllm_server, or correct "
-                "rollout.server_addrs or the backend."
-            ) from error
+                f"has no {' '.join(sorted(missing))}. Start it by `arealite serve`."
+            )
         config: dict[str, Any] = (await server.request("GET", "/server_info?config_format=json"))["vllm_config"]
         if (mode := config["model_config"]["logprobs_mode"]) != "processed_logprobs":
             raise ConfigError(
                 f"vLLM must return logprobs of what it samples from: got {mode} at {server.address}, which are those "
                 "before temperature, top-p and top-k. Start it with --logprobs-mode processed_logprobs."
             )
-        if self._pause_mode == "in_place" and config["cache_config"]["enable_prefix_caching"]:
-            raise ConfigError(
-                f"rollout.pause_mode must not be in_place with the prefix cache of vLLM: got both at {server.address}, "
-                "so that new requests would reuse keys and values of old weights. Start it with "
-                "--no-enable-prefix-caching, or set rollout.pause_mode=retract."
-            )
+        if config["cache_config"]["enable_prefix_caching"]:
+            self._refuse_cache(server, "--no-enable-prefix-caching")
         if config["model_config"].get("return_sampling_mask"):
             self._returns_kept.add(server.address)
         transfer, parallel = config["weight_transfer_config"], config["parallel_config"]

@@ -174,7 +174,7 @@ def foreign_servers(config: BaseExperimentConfig) -> list[str]:
 
 def num_own_servers(config: BaseExperimentConfig, mode: AllocationMode) -> int:
     """Return the number of servers that the launcher starts."""
-    if mode.takes_turns and foreign_servers(config):
+    if (mode.takes_turns or mode.is_colocated) and foreign_servers(config):
         raise ConfigError(
             f"{SERVER_ADDRS_VARIABLE} must be empty with allocation_mode={mode}, whose servers are ours: got "
             f"{', '.join(foreign_servers(config))}. Unset it, or write '+' in allocation_mode."

@@ -20,12 +20,16 @@ from arealite.launcher.serve.wrapper import RequireSecret, strict, wrap
 from arealite.utils.secret import secret_of_environment
 
 _MEMORY_SAVER = "torch_memory_saver"
-RAW_LOGPROBS_VARIABLE = "SGLANG_RETURN_ORIGINAL_LOGPROB"
-IMAGE_CACHE_VARIABLE = "SGLANG_VLM_CACHE_SIZE_MB"  # of what images became, which outlives the weights that it came from
+_VARIABLES = {
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # else logprobs are of temperature 1 whatever the temperature is
+    "SGLANG_VLM_CACHE_SIZE_MB": "0",  # of what images became, which outlives the weights that it came from
+}
+"""What training needs, whatever the user's environment says."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
+    os.environ |= _VARIABLES
     return wrap(argv, check_flags, _serve)
 
 
@@ -74,16 +78,6 @@ def check_options(options: argparse.Namespace) -> None:
             f"{_MEMORY_SAVER} must be installed beside SGLang for enable_memory_saver, by which a server gives a GPU's "
             f"memory back: got none in {sys.executable}. Run `pip install torch-memory-saver` there, which needs CUDA."
         )
-    if os.environ.get(IMAGE_CACHE_VARIABLE, "0") != "0":
-        raise ConfigError(
-            f"{IMAGE_CACHE_VARIABLE} must be 0: got {os.environ[IMAGE_CACHE_VARIABLE]}, with which images that "
-            "were seen before an update are seen by the old weights. Remove it from launcher.inference_server_env_vars."
-        )
-    if os.environ.get(RAW_LOGPROBS_VARIABLE, "0").lower() not in ("", "0", "false", "no", "n", "f", "off"):
-        raise ConfigError(
-            f"{RAW_LOGPROBS_VARIABLE} must be off: got {os.environ[RAW_LOGPROBS_VARIABLE]}, which returns logprobs of "
-            "temperature 1 whatever the temperature is. Remove it from launcher.inference_server_env_vars."
-        )
 
 
 def _serve(flags: list[str]) -> None:
@@ -91,7 +85,6 @@ def _serve(flags: list[str]) -> None:
         flags += ["--api-key", secret]  # in our memory alone; SGLang shows it when it warms itself up
         _hide_in_logs(secret)
         importlib.import_module("sglang.srt.entrypoints.http_server").app.add_middleware(RequireSecret)
-    os.environ[IMAGE_CACHE_VARIABLE] = "0"
     sys.argv[1:] = flags
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 

@@ -164,9 +164,7 @@ def _ended(database: sqlite3.Connection) -> list[EndedPrompt]:
         f"SELECT {OUTCOME}, prompts.latency_s, avg(tokens) FROM prompts LEFT JOIN samples USING (ticket) "
         "WHERE state NOT IN ('issued', 'running', 'accepted') GROUP BY ticket ORDER BY ticket"
     )
-    return [
-        EndedPrompt(outcome, None if latency is None else float(latency), tokens) for outcome, latency, tokens in rows
-    ]
+    return [EndedPrompt(*row) for row in rows]
 
 
 def bias_of(ended: Sequence[EndedPrompt], *, by: Measure, num_parts: int = 10) -> Bias:

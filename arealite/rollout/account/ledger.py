@@ -66,7 +66,6 @@ _ROLLBACK = (
 
 _GROUP_S = 0.01  # how long a commit waits for more events
 _GROUP_EVENTS = 1000  # largest commit: encoding a larger one as JSON would block the event loop
-_MAX_BACKLOG = 100_000  # events in memory; above that the caller waits for the disk
 _FLUSH_S = 30.0
 _LOCK_S = 20.0  # timeout for a lock that another process holds
 
@@ -78,7 +77,6 @@ class Ledger:
         self._account = account
         self._file = None if path is None else LedgerFile(path)
         self._position = 0 if self._file is None else self._file.last_position
-        self._has_earlier_history = self._position > 0
         self._last_ticket = 0
         self._counts: Counter[str] = Counter()
 
@@ -111,7 +109,6 @@ class Ledger:
 
     def issue(self, prompts: Sequence[Prompt], *, cursor: Mapping[str, Any] | None, is_counted: bool = True) -> None:
         """Give each prompt a ticket and record the dataloader's state; the staleness bound applies if `is_counted`."""
-        assert not self._has_earlier_history, "call rollback(position) before writing to an existing ledger (0 clears)"
         now, position = time.time(), self._position + 1
         for ticket, prompt in enumerate(prompts, start=self._last_ticket + 1):
             prompt.ticket, prompt.is_counted = ticket, is_counted
@@ -190,7 +187,6 @@ class Ledger:
         not resume rolls back to 0.
         """
         assert not self._counts, f"a rollback must come first: got {dict(self._counts)}"
-        self._has_earlier_history = False
         if position > self._position:
             raise LedgerError(
                 f"the ledger must reach position {position} of the checkpoint: it ends at {self._position}. "
@@ -261,8 +257,6 @@ class LedgerFile:
     def append(self, position: int, event: Event) -> None:
         """Queue the event of a position and return at once."""
         self._queue.put((position, event))
-        if self._queue.qsize() >= _MAX_BACKLOG:
-            self.flush()
 
     def flush(self) -> None:
         """Wait until all appended events are on disk."""

@@ -88,10 +88,11 @@ def read_columns(path: Path, columns: Sequence[str]) -> tuple[pa.Table, list[int
         return file.read(columns=[*columns]), _group_ends(file)
 
 
-def read_group(path: Path, group: int, columns: Sequence[str]) -> pa.Table:
-    """Read the existing columns of one row group of a batch."""
+def read_segments(path: Path, group: int) -> pa.ChunkedArray | None:
+    """Read the texts of one row group of a batch; None if they are not stored."""
     with _opened(path) as file:
-        return file.read_row_group(group, columns=[*columns])
+        table = file.read_row_group(group, columns=["segments"])
+        return table.column("segments") if table.column_names else None
 
 
 def read_places(path: Path, group: int, places: Sequence[int]) -> list[dict[str, Any]]:

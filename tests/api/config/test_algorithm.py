@@ -1,4 +1,4 @@
-"""Choices of an algorithm: what presets and older keys stand for, what is refused, and that resolving is final."""
+"""Choices of an algorithm: what presets stand for, what is refused, and that resolving is final."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from arealite.api.config.algorithm import (
     BELONGS_TO,
     DEFAULTS,
     GRPO_DEFAULTS,
-    OLDER_KEYS,
     PRESETS,
     describe_choices,
     resolve_choices,
@@ -121,46 +120,8 @@ def test_nothing_given_is_plain_ppo_without_a_group_statistic() -> None:
 
 
 @pytest.mark.parametrize(
-    ("older", "choices"),
-    [
-        ({"group_reward_norm": True}, {"baseline": "group_mean", "reward_scale": "group_std"}),
-        ({"group_reward_norm": False}, {"baseline": "none", "reward_scale": "none"}),
-        ({"mask_no_eos_with_zero": True}, {"truncated": "zero"}),
-        ({"mask_no_eos_with_zero": False}, {"truncated": "keep"}),
-        ({"recompute_logprob": True}, {"proximal": "recompute", "correction": CorrectionConfig(action="none")}),
-        ({"recompute_logprob": False}, {"proximal": "rollout"}),
-        ({"use_decoupled_loss": False}, {"proximal": "rollout", "correction": CorrectionConfig(action="none")}),
-        (
-            {"use_decoupled_loss": True, "recompute_logprob": True},
-            {"proximal": "recompute", "correction": CorrectionConfig(action="mask", level="token", metric="ratio")},
-        ),
-        (
-            {"use_decoupled_loss": True, "behav_imp_weight_cap": 5.0},
-            {
-                "proximal": "recompute",
-                "correction": CorrectionConfig(action="mask", level="token", metric="ratio", upper=5.0),
-            },
-        ),
-    ],
-)
-def test_older_keys_mean_what_they_did(older: dict[str, Any], choices: dict[str, Any]) -> None:
-    resolved = resolve_choices(actor(**older), GRPO_DEFAULTS)
-    assert {key: getattr(resolved, key) for key in choices} == choices
-    assert all(getattr(resolved, key) is None for key in OLDER_KEYS)
-
-
-def test_a_cap_without_the_decoupled_loss_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="arealite.config"):
-        resolved = resolve_choices(actor(use_decoupled_loss=False, behav_imp_weight_cap=5.0))
-    assert resolved.correction.action == "none" and "behav_imp_weight_cap has no effect" in caplog.text
-
-
-@pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"group_reward_norm": True, "baseline": "none"}, "actor.group_reward_norm must not be given with actor.base"),
-        ({"use_decoupled_loss": True, "_upper": 2.0}, "decoupled_loss must not be given with actor.correction.upper"),
-        ({"use_decoupled_loss": True, "recompute_logprob": False}, "actor.recompute_logprob must be true if"),
         ({"cispo_max": 5.0}, "actor.cispo_max must be null with actor.objective ppo: got 5.0"),
         ({"objective": "cispo", "eps_clip": 0.2}, "actor.eps_clip must be null with actor.objective cispo"),
         ({"_upper": 3.0}, "actor.correction.upper must be null with actor.correction.action none"),
@@ -199,20 +160,18 @@ def test_a_cap_without_the_decoupled_loss_has_no_effect(caplog: pytest.LogCaptur
             "actor.correction.level must be token or sequence with actor.correction.action truncate: got geometric.",
         ),
         ({"proximal": "recompute", "_action": "mask", "_level": "geometric"}, "actor.correction must have a bound"),
-        ({"algorithm": "opd", "reward_clip": 1.0}, "actor.reward_clip must be null with actor.baseline teacher: got"),
         (
             {"algorithm": "gspo", "proximal": "recompute", "_action": "mask", "_level": "token", "_upper": 2.0},
             "actor.correction.level must be geometric or sequence with actor.importance_sampling_level sequence: got t",
         ),
         (
-            {"objective": "gmpo", "aggregation": "sequence_mean", "recompute_logprob": True, "_action": "mask"},
+            {"objective": "gmpo", "aggregation": "sequence_mean", "proximal": "recompute", "_action": "mask"},
             "actor.correction.level must be geometric or sequence with actor.objective gmpo: got token",
         ),
         (
             {"algorithm": "gmpo", "proximal": "recompute", "_action": "truncate", "_upper": 2.0},
             "actor.correction.level must be token or sequence with actor.correction.action truncate: got geometric.",
         ),
-        ({"algorithm": "opd", "truncated": "zero"}, "actor.truncated must be keep or mask with actor.baseline teacher"),
         ({"algorithm": "opd", "kl_ctl": 0.1, "kl_in": "reward", "kl_estimator": "k1"}, "actor.kl_in must be loss with"),
         ({"algorithm": "opd", "objective": "gmpo", "aggregation": "sequence_mean"}, "Tokens of a completion must"),
     ],
@@ -230,10 +189,10 @@ def test_what_means_nothing_is_refused(choices: dict[str, Any], message: str) ->
         {"algorithm": "gspo", "kl_ctl": 0.1},
         {"algorithm": "gspo", "adv_norm": True, "proximal": "recompute", "_action": "mask", "_upper": 2.0},
         {"algorithm": "gspo", "proximal": "recompute", "_action": "truncate", "_level": "sequence", "_upper": 2.0},
-        {"algorithm": "gmpo", "use_decoupled_loss": True, "behav_imp_weight_cap": 5.0, "sequence_mask_delta": 0.1},
+        {"algorithm": "gmpo", "proximal": "recompute", "_action": "mask", "_upper": 5.0, "sequence_mask_delta": 0.1},
         {"algorithm": "grpo", "proximal": "current", "ppo_n_minibatches": 1, "sequence_mask_delta": 0.1},
         {"algorithm": "dppo", "proximal": "recompute", "sequence_mask_delta": 0.1},
-        {"recompute_logprob": True, "_action": "truncate", "_upper": 2.0, "_level": "sequence"},
+        {"proximal": "recompute", "_action": "truncate", "_upper": 2.0, "_level": "sequence"},
         {"kl_in": "loss", "kl_estimator": "k2"},
         {"algorithm": "dapo", "eps_clip": 0.2},
         {"algorithm": "gspo", "eps_clip": 1e-3, "eps_clip_higher": 1e-3},
@@ -260,8 +219,8 @@ VALUES: dict[str, list[Any]] = {
     "_metric": ["ratio", "k1", "k2", "k3"],
     **{key: [0.1, 0.5] for key in ("eps_clip", "eps_clip_higher", "cispo_max", "_lower", "_upper", "loss_constant")},
     **{key: [0.3] for key in ("sapo_tau_positive", "gmpo_eps_log", "dppo_delta", "discount", "gae_lambda", "kl_ctl")},
-    **{key: [0.7] for key in ("sequence_mask_delta", "behav_imp_weight_cap")},
-    **{key: [True, False] for key in ("adv_norm", "group_adv_norm", "dynamic_sampling", *list(OLDER_KEYS)[:4])},
+    **{key: [0.7] for key in ("sequence_mask_delta",)},
+    **{key: [True, False] for key in ("adv_norm", "group_adv_norm", "dynamic_sampling")},
     **{key: [1] for key in ("ppo_n_minibatches", "overlong_buffer")},
 }
 
@@ -325,8 +284,8 @@ def test_a_grpo_config_without_a_preset_has_the_group_statistic(tmp_path: Path) 
     [
         ("actor.algorithm=rloo", "actor.baseline must be none if gconfig.n_samples is 1: got leave_one_out."),
         ("actor.algorithm=lite_ppo", "actor.baseline must be none if gconfig.n_samples is 1: got group_mean."),
-        ("actor={group_reward_norm: false, group_adv_norm: true}", "actor.group_adv_norm must be false if gconfig"),
-        ("actor={group_reward_norm: false, dynamic_sampling: true}", "actor.dynamic_sampling must be false if gconf"),
+        ("actor={baseline: none, group_adv_norm: true}", "actor.group_adv_norm must be false if gconfig"),
+        ("actor={baseline: none, dynamic_sampling: true}", "actor.dynamic_sampling must be false if gconf"),
         ("actor={algorithm: dapo, max_new_tokens: 3}", "actor.max_new_tokens must equal gconfig.max_new_tokens: got 3"),
         ("actor.algorithm=grpo2", "actor.algorithm must be one of grpo, dr_grpo, "),
         ("actor.correction.action=clip", "actor.correction.action must be 'none', 'truncate' or 'mask': got 'clip'."),

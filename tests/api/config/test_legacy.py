@@ -62,6 +62,7 @@ def test_the_yaml_of_todays_areal_loads(tmp_path: Path, caplog: pytest.LogCaptur
         ("{reward_norm: null, adv_norm: null}", ("none", "none", False, False)),
         ("{adv_norm: {mean_level: group, std_level: group}}", ("group_mean", "group_std", False, True)),
         ("{adv_norm: false, group_reward_norm: false}", ("none", "none", False, False)),
+        ("{adv_norm: false, group_reward_norm: true}", ("group_mean", "group_std", False, False)),
         ("{reward_norm: {mean_level: group, std_level: batch}}", ("group_mean", "batch_std", False, False)),
         ("{reward_norm: {mean_level: group, mean_leave1out: true}}", ("leave_one_out", "none", False, False)),
         (  # LitePPO in AReaL
@@ -78,6 +79,32 @@ def test_normalisations_as_areal_writes_them(tmp_path: Path, norms: str, fields:
     overrides = ("experiment_name=e", "trial_name=t", "actor.path=m", "train_dataset.path=gsm8k")
     actor = load(tmp_path, f"actor: {norms}", *overrides, "train_dataset.batch_size=8").actor
     assert (actor.baseline, actor.reward_scale, actor.adv_norm, actor.group_adv_norm) == fields
+
+
+@pytest.mark.parametrize(
+    ("older", "fields"),
+    [
+        ("{mask_no_eos_with_zero: true, recompute_logprob: true}", ("zero", "recompute", "none", None)),
+        ("{mask_no_eos_with_zero: null, recompute_logprob: false}", ("keep", "rollout", "none", None)),
+        ("{use_decoupled_loss: false}", ("keep", "rollout", "none", None)),
+        (
+            "{use_decoupled_loss: true, recompute_logprob: true, behav_imp_weight_cap: 5.0}",
+            ("keep", "recompute", "mask", 5.0),
+        ),
+    ],
+)
+def test_older_keys_choose_as_they_did(tmp_path: Path, older: str, fields: tuple[object, ...]) -> None:
+    overrides = ("experiment_name=e", "trial_name=t", "actor.path=m", "train_dataset={path: p, batch_size: 8}")
+    actor = load(tmp_path, f"actor: {older}", *overrides).actor
+    assert (actor.truncated, actor.proximal, actor.correction.action, actor.correction.upper) == fields
+
+
+def test_older_keys_that_contradict_are_refused(tmp_path: Path) -> None:
+    with_ours = refusal(tmp_path, text="actor: {group_reward_norm: true, baseline: none}")
+    assert with_ours.startswith("actor.baseline must be given once: got it as actor.group_reward_norm too.")
+    both = refusal(tmp_path, text="actor: {use_decoupled_loss: true, recompute_logprob: false}")
+    assert both.startswith("actor.proximal must be given once: got it as actor.")
+    assert refusal(tmp_path, "actor.recompute_logprob=5").startswith("actor.recompute_logprob must be None: got 5.")
 
 
 def test_normalisations_without_a_counterpart_are_refused(tmp_path: Path) -> None:

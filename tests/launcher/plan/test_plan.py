@@ -100,6 +100,12 @@ def test_servers_of_others_must_have_addresses(monkeypatch):
         plan_of("sglang.d1+d1", 1, 2)
 
 
+def test_servers_of_others_do_not_go_with_a_server_in_the_trainers_process(monkeypatch):
+    monkeypatch.setenv("AREAL_LLM_SERVER_ADDRS", "a:1")
+    with pytest.raises(ConfigError, match=r"AREAL_LLM_SERVER_ADDRS must be empty with allocation_mode=lite.*: got a:1"):
+        plan_of("lite.d1|d1", 1, 0)
+
+
 @pytest.mark.parametrize(
     "mode, nodes, gpus, message",
     [
