@@ -7,6 +7,8 @@ CONSTRAINTS ?= constraints-cpu.txt
 TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 ARGS        ?=
 VLLM_VENV   ?= $(VENV)-vllm
+ECOSYSTEM_VENV ?= $(VENV)-ecosystem
+ECOSYSTEM = verifiers==0.4.0+uv==0.13.9
 SGLANG_VENV ?= $(VENV)-sglang
 # Bytecode is written as modules are imported: a run imports a fifth of what pip would compile, for a minute or two.
 PIP          = $(VENV)/bin/python -m pip install --no-compile --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
@@ -14,7 +16,7 @@ PIP          = $(VENV)/bin/python -m pip install --no-compile --disable-pip-vers
 # Bytecode is kept, also where the environment forbids it: a run of the tests imports the package a hundred times.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-examples test-install test-benchmarks test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-simulate test-parallel test-hostile test-agents test-options test-sandbox test-view pictures test-mistakes test-core test-core-faults test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime benchmark-burst benchmark-scale benchmark-core benchmark-agents benchmark-algorithms benchmark-data benchmark-logprobs benchmark-async benchmark-step benchmark-original benchmark-packing benchmark-busy benchmark-parallel benchmark-weights benchmark-memory benchmark-gpu simulate-validate lint format docs clean
+.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-examples test-install test-benchmarks test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-simulate test-parallel test-hostile test-agents test-ecosystem test-options test-sandbox test-view pictures test-mistakes test-core test-core-faults test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime benchmark-burst benchmark-scale benchmark-core benchmark-agents benchmark-algorithms benchmark-data benchmark-logprobs benchmark-async benchmark-step benchmark-original benchmark-packing benchmark-busy benchmark-parallel benchmark-weights benchmark-memory benchmark-gpu simulate-validate lint format docs clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -140,6 +142,14 @@ test-hostile: $(VENV)/.installed            ## send junk to servers, client, fil
 test-agents: $(VENV)/.installed-dev            ## train agents on OpenAI's and Anthropic's packages, and a command, token-exactly, on every chat template (4 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -m slow tests/agent
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(VENV)/bin/python -m trained_agents $(ARGS)
+
+test-ecosystem: $(VENV)/.installed-dev            ## run environments of verifiers and every task of reasoning-gym (5 minutes; installs verifiers)
+	@[ -e $(ECOSYSTEM_VENV)/installed-$(ECOSYSTEM) ] || { rm -rf $(ECOSYSTEM_VENV) && $(PYTHON) -m venv $(ECOSYSTEM_VENV) && \
+		$(ECOSYSTEM_VENV)/bin/python -m pip install -q $(subst +, ,$(ECOSYSTEM)) && touch $(ECOSYSTEM_VENV)/installed-$(ECOSYSTEM); }
+	@tests=tests/ecosystem; $(ECOSYSTEM_VENV)/bin/uv -q run --no-project --no-config --with httpx python -c 'import httpx' || \
+		{ tests=; echo "SKIPPED: environments of verifiers, as uv, by which it starts agents, reaches no index"; }; \
+	OMP_NUM_THREADS=1 VERIFIERS_PYTHON=$(abspath $(ECOSYSTEM_VENV))/bin/python \
+		$(VENV)/bin/python -m pytest -q -m slow $$tests tests/reward/test_gym_reward.py $(ARGS)
 
 test-options: $(VENV)/.installed-dev            ## compile a model (a minute)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -m slow tests/engine/test_options.py $(ARGS)

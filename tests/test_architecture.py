@@ -51,24 +51,24 @@ MAY_IMPORT = {
 
 ROOM_CEILINGS = {
     "__init__.py": 93,
-    "agent": 1570,
+    "agent": 1637,
     "algorithms": 883,
-    "api": 2804,
+    "api": 2806,
     "chat": 584,
-    "cli": 2035,
+    "cli": 2047,
     "core": 2136,
-    "dataset": 839,
+    "dataset": 897,
     "engine": 2663,
     "generation": 897,
     "inference": 2551,
     "launcher": 2590,
     "planner": 700,
-    "reward": 600,
+    "reward": 624,
     "rollout": 2289,
     "server": 510,
     "simulate": 654,
     "trainer": 872,
-    "utils": 2129,
+    "utils": 2313,
     "viewer": 980,
     "watchdog": 217,
     "weights": 188,
@@ -76,12 +76,12 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 29469,
-    "files of a GRPO run": 141,
-    "code of a GRPO run": 18606,
+    "code of the package": 29816,
+    "files of a GRPO run": 143,
+    "code of a GRPO run": 18788,
     "import depth": 18,
     "keys of a GRPO config": 361,
-    "lines of pages": 5951,
+    "lines of pages": 6035,
     "lines of README.md": 130,
 }
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 600

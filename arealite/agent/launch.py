@@ -12,11 +12,12 @@ import json
 import os
 from abc import ABC, abstractmethod
 from asyncio.subprocess import PIPE
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from arealite.agent.called import Called
+from arealite.agent.session import new_key
 from arealite.api.errors import AgentError, ConfigError
 from arealite.api.script import SourceLine, users_line
 from arealite.rollout.event_loop import EventLoopThread
@@ -67,12 +68,19 @@ class Agent(ABC):
     async def run(self, data: dict[str, Any], endpoint: Endpoint) -> Any:
         """Run the agent once; return its reward."""
 
+    @contextlib.asynccontextmanager
+    async def key(self) -> AsyncIterator[str]:
+        """Yield the key of one run, as soon as it may begin."""
+        yield new_key()
+
     def close(self) -> None:  # noqa: B027
         """End all runs, and the processes and threads of the agent."""
 
 
-def agent_of(run: Callable[..., Any] | str | Sequence[str], *, num_processes: int) -> Agent:
+def agent_of(run: Agent | Callable[..., Any] | str | Sequence[str], *, num_processes: int) -> Agent:
     """Return the agent for a coroutine, a plain function or a command. Raises ConfigError or ValueError."""
+    if isinstance(run, Agent):
+        return run
     if isinstance(run, str | Sequence):
         return CommandAgent([*run] if not isinstance(run, str) else ["/bin/sh", "-c", run], num_processes)
     called = getattr(run, "__call__", None)  # noqa: B004

@@ -31,6 +31,11 @@ logger = logging.getLogger("arealite.agent")
 _KEY_BYTES = 24
 
 
+def new_key() -> str:
+    """Return a key that nobody guesses."""
+    return f"sk-{secrets.token_urlsafe(_KEY_BYTES)}"
+
+
 @dataclass(eq=False)
 class Delivery:
     """An answer in progress: the task that computes it, and whether a client waits for it."""
@@ -65,8 +70,8 @@ class Session:
     model: Model
     seed_key: str
     run: Run = field(default_factory=Run)
-    key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(_KEY_BYTES)}")
-    untrained_key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(_KEY_BYTES)}")
+    key: str = field(default_factory=new_key)
+    untrained_key: str = field(default_factory=new_key)
     counts: Counter[str] = field(default_factory=Counter)
     """Counts of turns, sampled tokens, retries, orphans and ignored parameters."""
     limit: str | None = None

@@ -23,7 +23,7 @@ import torch
 from tensordict import TensorDict
 
 from arealite.agent.bridge import Bridge
-from arealite.agent.launch import Endpoint, agent_of
+from arealite.agent.launch import Agent, Endpoint, agent_of
 from arealite.agent.server import Proxy
 from arealite.agent.session import Model, Session
 from arealite.agent.turns import Branch, Run, Turn
@@ -49,7 +49,7 @@ class AgentWorkflow(RolloutWorkflow):
 
     def __init__(
         self,
-        run: Callable[..., Any] | str | Sequence[str],
+        run: Agent | Callable[..., Any] | str | Sequence[str],
         gconfig: GenerationHyperparameters,
         tokenizer: Any,
         turn_discount: float = 1.0,
@@ -83,12 +83,13 @@ class AgentWorkflow(RolloutWorkflow):
     async def _run(self, engine: InferenceEngine, data: dict[str, Any], sample: int) -> TensorDict | None:
         """Return the rows of one run, or None if its reward rejects it."""
         assert self._proxy is not None
-        session = Session(engine, self._model, seed_key=str(sample))
-        try:
-            await self._proxy.open(session)
-            reward = await self._reward(session, data)
-        finally:
-            await asyncio.shield(self._proxy.end(session))
+        async with self._agent.key() as key:
+            session = Session(engine, self._model, seed_key=str(sample), key=key)
+            try:
+                await self._proxy.open(session)
+                reward = await self._reward(session, data)
+            finally:
+                await asyncio.shield(self._proxy.end(session))
         return None if reward is None else await session.tokenized(self._rows, session, reward, sample)
 
     def _rows(self, session: Session, reward: Any, sample: int) -> TensorDict:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import yaml
 
+from arealite.api.config.data import GYM
+from arealite.api.config.experiment import GYM_REWARD
 from arealite.api.config.loader import as_given, masked
 from arealite.api.config.run import load_run_config
 from arealite.api.errors import ConfigError
@@ -22,6 +24,7 @@ from arealite.cli.examples import TRAINERS, examples_folder
 from arealite.cli.own_trainer import TYPE
 from arealite.launcher.start import start
 from arealite.utils.devices import visible_gpus
+from arealite.utils.verifiers_env import SCHEME as ENVIRONMENTS
 
 _MODELS = {"grpo": "actor", "sft": "model"}
 """Trainers that the options are for, and the block of the model."""
@@ -31,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.allow_abbrev = False  # --mode is not short for --model
     parser.usage = (
         "arealite train --model M --data D (--reward FILE.py:FUNCTION | --sft) [key=value ...]\n"
+        "       arealite train --model M --env ENV [key=value ...]\n"
         "       arealite train trainer.type=TYPE [mode=local|ray|slurm] [--config FILE.yaml] [key=value ...]"
     )
     parser.description = (
@@ -47,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=".jsonl, .json, .parquet or .csv file, folder, data set of the hub, or FILE.py:FUNCTION; columns are "
         "question and answer, or messages, unless train_dataset.prompt_key and answer_key name others",
     )
+    parser.add_argument("--env", metavar="ENV", help="environment of verifiers, in place of --data and --reward")
     parser.add_argument(
         "--reward",
         metavar="FILE.py:FUNCTION[=WEIGHT]",
@@ -68,10 +73,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Start what `trainer.type` names by the launcher that `mode` names, and return the launcher's exit status."""
+    args.data = f"{ENVIRONMENTS}{args.env}" if args.env else args.data
     config, is_own_data = args.config, bool(args.model or args.data or args.reward or args.sft)
     kind, keys = _split([*(_trainer_type(args) if is_own_data else []), *args.overrides])
     if kind in TRAINERS:
         script = examples_folder() / "arealite" / f"{TRAINERS[kind]}.py"
+        if _has_environment(args.data):
+            script = examples_folder() / "agents" / "environment.py"
         before: list[str] = []
         if is_own_data:
             config, before = _own_data(args, kind, keys)
@@ -153,7 +161,9 @@ def _own_data(args: argparse.Namespace, kind: str, given: Sequence[str]) -> tupl
     }
     if kind == "grpo" or args.reward:  # fine-tuning has no such key, as its config says
         option = "--reward FILE.py:FUNCTION, or --sft to learn the answers of the data"
-        options["reward"] = (option, _reward(args.reward))
+        is_gym = (args.data or "").startswith(GYM) and "reward" not in names
+        if not _has_environment(args.data):  # which gives the reward itself
+            options["reward"] = (option, _reward(args.reward) or (GYM_REWARD if is_gym else ""))
     for key, (option, value) in options.items():
         if not (args.config or value or key in names):
             raise ConfigError(f"{option.split()[0]} must be given: got nothing. Add {option}.")
@@ -162,6 +172,10 @@ def _own_data(args: argparse.Namespace, kind: str, given: Sequence[str]) -> tupl
         return args.config, keys
     name = [f"experiment_name={_name(args.data)}-{kind}"] if args.data else []
     return str(examples_folder() / "arealite/configs" / f"own_{kind}.yaml"), [*_devices(kind, given), *name, *keys]
+
+
+def _has_environment(data: str | None) -> bool:
+    return data is not None and data.startswith(ENVIRONMENTS)
 
 
 def _reward(given: Sequence[str]) -> str | dict[str, float]:

@@ -104,6 +104,18 @@ def test_options_for_ones_own_data_are_keys(folder: Path, capsys: pytest.Capture
     assert shown(capsys, *again).splitlines()[:4] == told.out.splitlines()[:4]
 
 
+def test_tasks_of_reasoning_gym_have_their_scorer_as_reward(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "some/model", "--data", "reasoning_gym:countdown?size=20", "--dry-run"]
+    for given, reward in (
+        ([], "arealite.reward.gym:reasoning_gym_reward_fn"),
+        (["--reward", "r.py:own"], "r.py:own"),
+        (["reward=r.py:own"], "r.py:own"),
+    ):
+        assert main(["train", *words, *given]) == 0
+        shown = yaml.safe_load(capsys.readouterr().err.partition("\n")[2])
+        assert (shown["reward"], shown["experiment_name"]) == (reward, "reasoning_gym-countdown-grpo")
+
+
 def test_fine_tuning_on_ones_own_data(capsys: pytest.CaptureFixture[str]) -> None:
     """Keys count more than options, and a file of one's own replaces only the file."""
     words = ["train", "--sft", "--model", "a", "--data", "org/chats", "--dry-run", "--save-config"]

@@ -44,6 +44,7 @@ INTERNAL_PROGRAMS = {
     "launcher.serve.sglang_server": "takes SGLang's flags",
     "launcher.serve.vllm_server": "takes vLLM's flags",
     "launcher.start": "what scripts call",
+    "utils.verifiers_program": "what workflows start in another interpreter",
     "utils.worker_process": "what workflows start",
 }
 """Modules with a `__main__` that have no help of their own, and why."""

@@ -30,6 +30,8 @@ class SourceConfig(ConfigBase):
     """Text at the end of the last user message."""
 
 
+GYM = "reasoning_gym:"
+"""Begins the path of a task of reasoning-gym."""
 PAIRS = ("dpo", "rw")
 """Types of data sets whose rows are pairs of answers."""
 

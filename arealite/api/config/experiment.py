@@ -55,6 +55,7 @@ OF_RUN = {
 """What a block of the top level that names its run (`RunBlock`) follows, by the field that it has for it."""
 
 GSM8K_REWARD = "arealite.reward:gsm8k_reward_fn"
+GYM_REWARD = "arealite.reward.gym:reasoning_gym_reward_fn"
 
 _OF_FROZEN = ("dtype", "mb_spec", "fsdp", "torch_compile", "cast_lm_head_to_fp32")
 """What a reference or teacher follows of the trained model."""
