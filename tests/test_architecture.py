@@ -51,11 +51,11 @@ MAY_IMPORT = {
 
 ROOM_CEILINGS = {
     "__init__.py": 93,
-    "agent": 1637,
+    "agent": 1649,
     "algorithms": 883,
-    "api": 2806,
+    "api": 2807,
     "chat": 584,
-    "cli": 2047,
+    "cli": 2044,
     "core": 2136,
     "dataset": 897,
     "engine": 2663,
@@ -68,7 +68,7 @@ ROOM_CEILINGS = {
     "server": 510,
     "simulate": 654,
     "trainer": 872,
-    "utils": 2313,
+    "utils": 2330,
     "viewer": 980,
     "watchdog": 217,
     "weights": 188,
@@ -76,9 +76,9 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 29816,
+    "code of the package": 29843,
     "files of a GRPO run": 143,
-    "code of a GRPO run": 18788,
+    "code of a GRPO run": 18795,
     "import depth": 18,
     "keys of a GRPO config": 361,
     "lines of pages": 6035,

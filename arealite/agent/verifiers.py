@@ -7,6 +7,7 @@ An environment keeps a client for each key that it has seen, so that runs take t
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from typing import Any
 
 from arealite.agent.launch import Agent, Endpoint
@@ -19,6 +20,7 @@ from arealite.utils.verifiers_env import VerifiersProcess
 from arealite.utils.worker_process import CallError, WorkerCrashError
 
 _CLOSE_S = 10.0
+_END_S = 60.0  # for a cancelled episode to end
 
 
 class VerifiersAgent(Agent):
@@ -28,24 +30,34 @@ class VerifiersAgent(Agent):
         self._free = [(new_key(), slot) for slot in range(num_runs)]
         self._slots = dict(self._free)
         self._places = asyncio.Semaphore(num_runs)
+        self._ends: dict[str, Future[None]] = {}  # of the runs of keys
         self._environments: dict[str, VerifiersProcess] = {}
         self._loop: EventLoopThread | None = None  # of the processes, which outlives that of the episodes
 
     @contextlib.asynccontextmanager
     async def key(self) -> AsyncIterator[str]:
-        async with self._places:
-            place = self._free.pop()
-            try:
-                yield place[0]
-            finally:
-                self._free.append(place)
+        await self._places.acquire()
+        place = self._free.pop()
+        try:
+            yield place[0]
+        finally:
+            await asyncio.shield(self._give_back(place))
+
+    async def _give_back(self, place: tuple[str, int]) -> None:
+        """Free a key once the episode that had it asks for nothing any more, also if it was cancelled."""
+        if (ended := self._ends.pop(place[0], None)) is not None:
+            await asyncio.wait({asyncio.wrap_future(ended)}, timeout=_END_S)
+        self._free.append(place)
+        self._places.release()
 
     async def run(self, data: dict[str, Any], endpoint: Endpoint) -> float:
         if self._loop is None:
             self._loop = EventLoopThread("arealite-environments", what="loop of environments")
-        return await asyncio.wrap_future(self._loop.submit(self._run(data["environment"], data["task"], endpoint)))
+        ended = self._ends[endpoint.api_key] = Future()
+        running = self._loop.submit(self._run(data["environment"], data["task"], endpoint, ended))
+        return await asyncio.wrap_future(running)
 
-    async def _run(self, path: str, task: int, endpoint: Endpoint) -> float:
+    async def _run(self, path: str, task: int, endpoint: Endpoint, ended: Future[None]) -> float:
         key = endpoint.api_key
         if (environment := self._environments.get(path)) is None:
             assert self._loop is not None
@@ -57,6 +69,8 @@ class VerifiersAgent(Agent):
             raise AgentError(f"the process of {path} must live: got {error}.") from error
         except CallError as error:
             raise AgentError(f"an episode of {path} must end well: got {error.text}.") from error
+        finally:
+            ended.set_result(None)
         return float(result["reward"])
 
     def close(self) -> None:

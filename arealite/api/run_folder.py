@@ -40,6 +40,7 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.summary = self.path / "summary.json"
         self.report = self.path / "report.html"
+        self.calibration = self.path / "calibration.json"  # of a run that `arealite calibrate` started
         self.calls = self.path / "calls.jsonl"  # of a run with a graph: one line per call
         self.graph = self.path / "graph.html"
         self.trace = self.path / "trace.json.gz"

@@ -10,18 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import yaml
 
-from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig, load_expr_config
-from arealite.api.errors import require
+from arealite.api.cli_args import GRPOConfig, load_expr_config
 from arealite.api.run_folder import RunFolder
+from arealite.cli.simulate import gpu_name
 from arealite.launcher.start import start
 from arealite.planner.cost import load_gpu, server_profile, training_s
 
 if TYPE_CHECKING:  # they import torch
     from arealite.planner.memory import ModelShape
-
-POINTS = ((1, 8), (8, 8), (32, 8), (64, 8), (32, 256))
-"""Sequences that decode together, and tokens of their prompts."""
-MEASURED = "calibration.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,13 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE.yaml", type=Path, required=True, help="profile to write")
     parser.add_argument("--gpu", metavar="NAME", help="profile whose peaks are the device's, as for `arealite plan`")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys to change")
-
-
-def gpu_name(given: str | None, config: BaseExperimentConfig) -> str:
-    """Return the profile that is meant: without one, on a cluster without GPUs, that of two cores."""
-    is_cpu = config.cluster.n_gpus_per_node == 0
-    require(bool(given) or is_cpu, "--gpu must be given for a cluster with GPUs: got none. Name one, e.g. --gpu h100.")
-    return given or "cpu-2-cores"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     gpu = load_gpu(gpu_name(args.gpu, config))
     if status := start(Path(__file__).with_name("calibrating.py"), args.config, words):
         return status
-    points = json.loads((RunFolder(config).path / MEASURED).read_text(encoding="utf-8"))
+    points = json.loads(RunFolder(config).calibration.read_text(encoding="utf-8"))
     profile = fitted(points, config, model_shape(build_meta_model(config.actor.path, "sdpa")), gpu)
     args.out.write_text(yaml.safe_dump(profile, sort_keys=False), encoding="utf-8")
     for number, context, seconds in points["decode"]:

@@ -20,13 +20,14 @@ from arealite.api.engine_api import InferenceEngine
 from arealite.api.io_struct import FinetuneSpec, ModelRequest
 from arealite.api.run_folder import RunFolder
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.cli.calibrate import MEASURED, POINTS
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.inference.remote_engine import RemoteInferenceEngine
 from arealite.utils.files import write_atomically
 from arealite.weights.publish import publish_weights
 from arealite.workflow.trajectory import sample_group, trajectory_from_response
 
+POINTS = ((1, 8), (8, 8), (32, 8), (64, 8), (32, 256))
+"""Sequences that decode together, and tokens of their prompts."""
 _STEPS = 64  # of decoding, in each
 _PREFILLED = 384  # tokens of the longer prompt
 _ROUNDS = 3
@@ -93,7 +94,7 @@ def measure(argv: list[str], cleanup: ExitStack) -> None:
         request_s = (first_s[64] - first_s[1]) / 63 - 8 * prefill_s  # what one more takes beside others
         found = {"decode": decode, "prefill_s": prefill_s, "request_s": request_s, "train": trained}
         found |= {"publish_s": publish_s, "context": float(8 + _STEPS)}
-        write_atomically(RunFolder(config).path / MEASURED, json.dumps(found))
+        write_atomically(RunFolder(config).calibration, json.dumps(found))
 
 
 def _update(config: GRPOConfig, actor: FSDPPPOActor, batch: TensorDict) -> None:

@@ -16,9 +16,8 @@ from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig
 from arealite.api.errors import ConfigError, require
 from arealite.api.run_folder import RunFolder
 from arealite.cli import plan_groups
-from arealite.cli.calibrate import gpu_name
 from arealite.cli.plan_groups import load_config
-from arealite.cli.simulate import HELPS, add_costs, row_of, work_of, write_page
+from arealite.cli.simulate import HELPS, add_costs, gpu_name, row_of, work_of, write_page
 from arealite.utils.files import read_jsonl, reading
 
 if TYPE_CHECKING:  # they import torch

@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from arealite.api.cli_args import GRPOConfig, InferenceEngineConfig, load_expr_config
+from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig, InferenceEngineConfig, load_expr_config
 from arealite.api.errors import ConfigError, require
 from arealite.api.run_folder import RunFolder
 from arealite.planner.memory import model_shape
@@ -58,6 +58,13 @@ def add_costs(parser: argparse.ArgumentParser) -> Callable[..., argparse.Action]
     text += " (default: 2048,0.9,256)"
     parser.add_argument("--lengths", metavar="RUN|MEAN,SIGMA[,PROMPT]", default="2048,0.9", help=text)
     return parser.add_argument
+
+
+def gpu_name(given: str | None, config: BaseExperimentConfig) -> str:
+    """Return the profile that is meant: without one, on a cluster without GPUs, that of two cores."""
+    is_cpu = config.cluster.n_gpus_per_node == 0
+    require(bool(given) or is_cpu, "--gpu must be given for a cluster with GPUs: got none. Name one, e.g. --gpu h100.")
+    return given or "cpu-2-cores"
 
 
 def run(args: argparse.Namespace) -> int:

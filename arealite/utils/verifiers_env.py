@@ -28,6 +28,7 @@ SCHEME = "verifiers:"
 _PROGRAM = Path(__file__).with_name("verifiers_program.py")
 _NUM_TASKS = 10_000
 _START_S = 300.0  # for the environment to be imported and its tasks to be read
+_CANCEL_S = 30.0  # for a cancelled episode to end; then the process is killed
 _LINE_BYTES = 2**28
 
 
@@ -36,16 +37,15 @@ def command_of(path: str) -> list[str]:
     name, _, query = path.removeprefix(SCHEME).partition("?")
     options = dict(parse_qsl(query, keep_blank_values=True))
     python, number = options.pop("python", sys.executable), options.pop("tasks", str(_NUM_TASKS))
-    # By default verifiers runs programs in rented sandboxes; a model that learns needs no shell by itself.
-    usual = {"agent.runtime.type": "subprocess", "agent.harness.id": "'null'"}
+    is_file = "/" in name or name.endswith(".py")
     config: dict[str, Any] = {}
-    for key, text in {**usual, "taskset.id": Path(name).stem if "/" in name else name, **options}.items():
+    for key, text in {"taskset.id": Path(name).stem if is_file else name, **options}.items():
         *blocks, leaf = key.split(".")
         place = config
         for block in blocks:
             place = place.setdefault(block, {})
         place[leaf] = yaml.safe_load(text)
-    folder = Path(name).expanduser().resolve().parent if "/" in name else Path.cwd()
+    folder = Path(name).expanduser().resolve().parent if is_file else Path.cwd()
     return [str(Path(python).expanduser()), str(_PROGRAM), json.dumps(config), str(folder), number]
 
 
@@ -102,13 +102,22 @@ class VerifiersProcess:
         try:
             result: dict[str, Any] = await ended
         except asyncio.CancelledError:
-            self._send({"cancel": number})
+            if ended.cancelled():  # by this very cancellation: it has not ended
+                await self._cancel(number)
             raise
         finally:
             del self._runs[number]
         if result["error"]:
             raise CallError(result["error"], [])
         return result
+
+    async def _cancel(self, number: int) -> None:
+        """Cancel an episode and wait until it asks for nothing any more."""
+        ended = self._runs[number] = asyncio.get_running_loop().create_future()
+        self._send({"cancel": number})
+        await asyncio.wait({ended}, timeout=_CANCEL_S)
+        if not ended.done() and self._process is not None:
+            kill_group(self._process.pid, True)
 
     async def close(self) -> None:
         """Kill the process, with all that it has started, and wait until it is gone."""
@@ -130,13 +139,11 @@ class VerifiersProcess:
                 if self._process is not None:
                     return
         kill_group(process.pid, True)
-        raise WorkerCrashError(f"no tasks within {_START_S:g} s, see the log above")
+        raise WorkerCrashError(f"no tasks before its end or within {_START_S:g} s, see the log above")
 
     def _send(self, message: dict[str, Any]) -> None:
         if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.write(
-                json.dumps(message).encode() + b"\n"
-            )  # what a dead process misses is told as lost
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         """Hand out the ends of episodes; all that run fail when the process ends."""

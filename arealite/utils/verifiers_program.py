@@ -36,7 +36,7 @@ async def serve(env: Any, tasks: list[Any], answer: Callable[[Any], None]) -> No
         (slot,) = env.slots(tasks[asked["task"]], 1)
         try:
             answer({"run": asked["run"], **judged(await env.run_slot(slot, context))})
-        except Exception as error:
+        except BaseException as error:  # also of a cancelled one
             answer({"run": asked["run"], "error": f"{type(error).__name__}: {error}"})
         finally:
             running.pop(asked["run"], None)
@@ -48,10 +48,26 @@ async def serve(env: Any, tasks: list[Any], answer: Callable[[Any], None]) -> No
                 running[asked["run"]] = asyncio.create_task(run(asked))
             elif (task := running.get(asked["cancel"])) is not None:
                 task.cancel()
+            else:  # it has just ended
+                answer({"run": asked["cancel"], "error": "cancelled"})
         left = [*running.values()]
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
+
+
+def config_of(given: dict[str, Any]) -> Any:
+    """Return the config of an environment. Agents run on this node, where verifiers would rent a sandbox, and chat with
+    the task's tools, where it would give them a shell."""
+    from verifiers.v1.configs.agent import agent_config_fields
+    from verifiers.v1.utils.loaders import default_harness_id, resolve_env_config
+
+    for seat in agent_config_fields(resolve_env_config(given)):
+        own = given.setdefault(seat, {})
+        own.setdefault("runtime", {"type": "subprocess"})
+        if default_harness_id(given["taskset"]["id"]) == "bash":
+            own.setdefault("harness", {"id": "null"})
+    return resolve_env_config(given)
 
 
 def judged(episode: Any) -> dict[str, Any]:
@@ -73,9 +89,9 @@ def main() -> None:
     os.dup2(2, 1)
     config, folder, number = json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     sys.path[0] = folder  # not that of this file
-    from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+    from verifiers.v1.utils.loaders import load_environment
 
-    env = load_environment(resolve_env_config(config))
+    env = load_environment(config_of(config))
     tasks = list(islice(iter(env.taskset), number))
 
     def answer(value: Any) -> None:

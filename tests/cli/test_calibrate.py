@@ -8,7 +8,8 @@ from testing_models import QWEN3_1_7B
 from testing_quickstart import WORD_PROBLEMS, make_tiny_model
 
 from arealite.api.cli_args import GRPOConfig
-from arealite.cli.calibrate import POINTS, fitted
+from arealite.cli.calibrate import fitted
+from arealite.cli.calibrating import POINTS
 from arealite.cli.main import main
 from arealite.planner.cost import load_gpu, server_profile, training_s
 
