@@ -81,7 +81,7 @@ CEILINGS = {
     "code of a GRPO run": 18795,
     "import depth": 18,
     "keys of a GRPO config": 361,
-    "lines of pages": 6037,
+    "lines of pages": 6038,
     "lines of README.md": 130,
 }
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 600
