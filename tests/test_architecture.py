@@ -69,14 +69,14 @@ ROOM_CEILINGS = {
     "simulate": 654,
     "trainer": 872,
     "utils": 2330,
-    "viewer": 980,
+    "viewer": 989,
     "watchdog": 217,
     "weights": 188,
     "workflow": 685,
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 29843,
+    "code of the package": 29852,
     "files of a GRPO run": 143,
     "code of a GRPO run": 18795,
     "import depth": 18,

@@ -1,6 +1,8 @@
 """Selects stored samples: spread over training steps, and of held-out prompts before and after training."""
 
 import itertools
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +66,13 @@ def before_after(folder: Path, *, is_binary: bool = True) -> dict[str, Any] | No
 def examples(folder: Path, *, is_binary: bool = True) -> dict[str, Any] | None:
     """Return two completions per prompt of an evaluation: the greedy or the first one, and preferably one with another
     reward. `counts` has the numbers of prompts that are always, sometimes and never solved."""
-    prompts: dict[int, tuple[str, list[Answer]]] = {}
+    prompts: dict[tuple[float, str], tuple[str, list[Answer]]] = {}
     counts = dict.fromkeys(("always", "sometimes", "unsolved"), 0)
     if not batch_files(folder / "sampled"):
         return None
     for prompt_id, group in itertools.groupby(read_rows(folder / "sampled"), key=lambda line: line["prompt_id"]):
         last_rows = {line["sample"]: line for line in group}  # the last row of an episode has its answer
-        answers = [(f"Sample {n + 1}", line["reward"], _segments(line)) for n, line in last_rows.items()]
+        answers = [(f"Sample {n + 1}", _reward(line), _segments(line)) for n, line in last_rows.items()]
         rewards = {reward for _, reward, _ in answers}
         is_binary &= rewards <= {0.0, 1.0}
         kind = "sometimes" if len(rewards) > 1 else "always" if rewards == {1.0} else "unsolved"
@@ -79,7 +81,7 @@ def examples(folder: Path, *, is_binary: bool = True) -> dict[str, Any] | None:
             prompts[_place(prompt_id)] = kind, answers
     for line in read_rows(folder / "greedy"):
         if (place := _place(line["prompt_id"])) in prompts:
-            prompts[place][1].insert(0, ("Greedy", line["reward"], _segments(line)))
+            prompts[place][1].insert(0, ("Greedy", _reward(line), _segments(line)))
     pairs = []
     for _, (kind, (first, *others)) in sorted(prompts.items(), key=lambda item: item[0]):
         if others:
@@ -90,15 +92,20 @@ def examples(folder: Path, *, is_binary: bool = True) -> dict[str, Any] | None:
     return shown | {"counts": counts if is_binary else {}}
 
 
-def _first_answers(path: Path) -> dict[int, dict[str, Any]]:
+def _first_answers(path: Path) -> dict[tuple[float, str], dict[str, Any]]:
     """Return the last row of the first sample of each prompt by its place in the data set."""
     lines = {_place(line["prompt_id"]): line for line in read_rows(path) if line["sample"] == 0}
-    return {place: {"reward": line["reward"], "segments": _segments(line)} for place, line in lines.items()}
+    return {place: {"reward": _reward(line), "segments": _segments(line)} for place, line in lines.items()}
 
 
-def _place(prompt_id: str) -> int:
-    """Return the place of a prompt in its data set, in any epoch."""
-    return int(prompt_id.rpartition("-")[2])
+def _place(prompt_id: str) -> tuple[float, str]:
+    """Return the place of a prompt in its data set, in any epoch; other ids come last, by name."""
+    match = re.fullmatch(r"-?\d{1,9}-(\d{1,15})", prompt_id, re.ASCII)
+    return (int(match[1]), "") if match else (math.inf, prompt_id)
+
+
+def _reward(line: dict[str, Any]) -> float:
+    return math.nan if line["reward"] is None else float(line["reward"])
 
 
 def _segments(line: dict[str, Any]) -> Segments:
@@ -107,7 +114,13 @@ def _segments(line: dict[str, Any]) -> Segments:
 
 def _beside(before: Segments, after: Segments) -> dict[str, Any]:
     """Return the first given text, and the segments that follow it in each completion."""
-    return {"prompt": before[0].get("given", ""), "before": before[1:], "after": after[1:]}
+    (prompt, answered), (_, other) = _split(before), _split(after)
+    return {"prompt": prompt, "before": answered, "after": other}
+
+
+def _split(segments: Segments) -> tuple[str, Segments]:
+    first, *others = segments or [{}]
+    return ("", segments) if "sampled" in first else (first.get("given", ""), others)
 
 
 def cut_segments(parts: Segments) -> Segments:

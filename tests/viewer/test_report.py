@@ -165,14 +165,28 @@ def test_what_was_given_between_turns_is_told_from_what_was_sampled(tmp_path: Pa
     (pair,) = (before_after(tmp_path / "rollouts") or {})["pairs"]
     assert (pair["prompt"], pair["before"]) == ("6 * 7?", TURNS[1:])
     assert pair["after"] == [{"sampled": "42" * 3000 + "\n... 4000 more characters"}]
+    both = [sample(1, step=0, reward=n, sample=n) | {"segments": turns} for n, turns in enumerate((TURNS[1:], TURNS))]
+    write_rows(tmp_path / "rollouts/sampled", both)
+    (pair,) = (examples(tmp_path / "rollouts") or {})["pairs"]
+    assert (pair["prompt"], pair["before"], pair["after"]) == ("", TURNS[1:], TURNS[1:]), "nothing was given first"
 
 
-def test_prompts_of_an_evaluation_come_in_the_order_of_the_data_set(tmp_path: Path) -> None:
+def test_prompts_of_an_evaluation_may_have_any_name_and_no_reward(tmp_path: Path) -> None:
+    """Those that say where they stand in the data set come in its order, whatever their epoch; then the others."""
+    names = ("b-x", "7-10", "", "-1-9", "no index", "0-" + "9" * 5000)
+    for step in (0, 4):
+        lines = [sample(0, step=step, reward=float(step)) | {"prompt_id": name} for name in names]
+        lines[1] |= {"prompt_id": f"{step}-10", "reward": None, "segments": [{"given": None}]}
+        lines[-1] |= {"segments": [{"given": "long"}]}
+        write_rows(tmp_path / f"rollouts/eval_step_{step}", lines)
+    found = before_after(tmp_path / "rollouts")
+    assert found is not None and found["counts"] == {"better": 5, "equal": 1, "worse": 0}
+    assert [pair["change"] for pair in found["pairs"]] == ["better", "equal", "better", "better", "better", "better"]
+    assert [pair["prompt"] for pair in found["pairs"]] == ["question 0", "", "question 0", "long", *["question 0"] * 2]
     for name in ("sampled", "greedy"):
-        write_rows(tmp_path / f"rollouts/{name}", [sample(index, step=0, reward=1.0) for index in (3, 10, 2)])
+        write_rows(tmp_path / f"rollouts/{name}", [sample(0, step=0, reward=1.0) | {"prompt_id": one} for one in names])
     shown = examples(tmp_path / "rollouts")
-    assert shown is not None and shown["counts"] == {"always": 3, "sometimes": 0, "unsolved": 0}
-    assert [pair["prompt"] for pair in shown["pairs"]] == ["question 2", "question 3", "question 10"]
+    assert shown is not None and shown["counts"] == {"always": 6, "sometimes": 0, "unsolved": 0}
 
 
 @given(st.integers(1, 40))
