@@ -57,7 +57,7 @@ ROOM_CEILINGS = {
     "chat": 584,
     "cli": 2044,
     "core": 2136,
-    "dataset": 897,
+    "dataset": 898,
     "engine": 2663,
     "generation": 897,
     "inference": 2551,
@@ -76,9 +76,9 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 29852,
+    "code of the package": 29853,
     "files of a GRPO run": 143,
-    "code of a GRPO run": 18795,
+    "code of a GRPO run": 18796,
     "import depth": 18,
     "keys of a GRPO config": 361,
     "lines of pages": 6038,

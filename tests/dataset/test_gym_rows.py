@@ -23,6 +23,11 @@ def test_rows_are_the_entries_of_the_library_with_their_types() -> None:
     assert rows[0]["messages"] == [{"role": "user", "content": entry["question"]}]
 
 
+def test_tasks_with_many_right_answers_have_none_in_their_rows() -> None:
+    (row,) = get_custom_dataset("reasoning_gym:graph_color?size=1", 0, 1, type="rl")
+    assert (row["answer"], row["entry"]["answer"]) == ("", None)
+
+
 def entry_seed(text: str) -> int:
     """Return the seed of the library that a split's rows begin with."""
     return zlib.crc32(b"1/train") >> 2

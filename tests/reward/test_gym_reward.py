@@ -30,13 +30,8 @@ def test_scores_are_those_of_the_library(task: str) -> None:
             except Exception:
                 expected = 0.0
             assert reward(f"<think>8 <answer>9</answer></think> So <answer>{answer}</answer>.", task, entry) == expected
-    assert answer_counts(data)
-
-
-def answer_counts(data: reasoning_gym.factory.ProceduralDataset) -> bool:
-    """Return whether a right answer scores more than none."""
-    entry = data[0]
-    return bool(data.score_answer(str(entry["answer"]), entry) > 0.5)
+    right = data[0]["answer"]
+    assert right is None or data.score_answer(right, data[0]) > 0.5, "the test tells right from wrong"
 
 
 def test_the_last_answer_counts_else_what_follows_the_thoughts() -> None:
