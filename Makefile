@@ -143,7 +143,7 @@ test-agents: $(VENV)/.installed-dev            ## train agents on OpenAI's and A
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -m slow tests/agent
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(VENV)/bin/python -m trained_agents $(ARGS)
 
-test-ecosystem: $(VENV)/.installed-dev            ## run environments of verifiers and every task of reasoning-gym (5 minutes; installs verifiers)
+test-ecosystem: $(VENV)/.installed-dev            ## run environments of verifiers and every task of reasoning-gym (7 minutes; installs verifiers)
 	@[ -e $(ECOSYSTEM_VENV)/installed-$(ECOSYSTEM) ] || { rm -rf $(ECOSYSTEM_VENV) && $(PYTHON) -m venv $(ECOSYSTEM_VENV) && \
 		$(ECOSYSTEM_VENV)/bin/python -m pip install -q $(subst +, ,$(ECOSYSTEM)) && touch $(ECOSYSTEM_VENV)/installed-$(ECOSYSTEM); }
 	@tests=tests/ecosystem; $(ECOSYSTEM_VENV)/bin/uv -q run --no-project --no-config --with httpx python -c 'import httpx' || \

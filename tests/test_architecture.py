@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "engine": {"api", "utils", "algorithms", "planner.memory", "inference.remote_engine", "inference.backends"},
     "weights": {"api", "utils", "engine", "inference"},
     "workflow": {"api", "utils", "reward", "chat"},
-    "agent": {"api", "utils", "chat", "workflow", "rollout.event_loop"},
+    "agent": {"api", "utils", "chat", "workflow", "rollout.event_loop", "dataset.verifiers"},
     "launcher": {"api", "utils", "watchdog", "inference.backends", "inference.registry"},
     "viewer": {"api", "utils", "rollout.account"},
     "simulate": {"api", "utils", "planner", "rollout", "inference", "engine", "weights", "workflow"},
@@ -51,13 +51,13 @@ MAY_IMPORT = {
 
 ROOM_CEILINGS = {
     "__init__.py": 93,
-    "agent": 1649,
+    "agent": 1714,
     "algorithms": 883,
-    "api": 2807,
+    "api": 2821,
     "chat": 584,
-    "cli": 2044,
+    "cli": 2058,
     "core": 2136,
-    "dataset": 898,
+    "dataset": 1012,
     "engine": 2663,
     "generation": 897,
     "inference": 2551,
@@ -68,7 +68,7 @@ ROOM_CEILINGS = {
     "server": 510,
     "simulate": 654,
     "trainer": 872,
-    "utils": 2330,
+    "utils": 2132,
     "viewer": 989,
     "watchdog": 217,
     "weights": 188,
@@ -76,12 +76,12 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 29853,
+    "code of the package": 29862,
     "files of a GRPO run": 143,
-    "code of a GRPO run": 18796,
+    "code of a GRPO run": 18726,
     "import depth": 18,
     "keys of a GRPO config": 361,
-    "lines of pages": 6038,
+    "lines of pages": 6039,
     "lines of README.md": 130,
 }
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 600

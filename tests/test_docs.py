@@ -132,6 +132,14 @@ def test_tutorials_of_one_gpu_a_loss_and_a_run_that_does_not_learn(tmp_path: Pat
 
 
 @pytest.mark.slow
+def test_a_task_of_reasoning_gym(tmp_path: Path) -> None:
+    folder = typed((REPOSITORY / "docs" / "ecosystem.md").read_text(), tmp_path, "arealite")
+    rows = metrics(folder, "gym")
+    assert [row["step"] for row in rows] == [0, 1, 2] and "rewards/reasoning_gym_reward_fn" not in rows[0]
+    assert 0 <= rows[0]["reward/mean"] < 1
+
+
+@pytest.mark.slow
 def test_a_graph_from_an_empty_folder(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     folder = typed((REPOSITORY / "docs" / "core.md").read_text(), tmp_path, "arealite")

@@ -3,6 +3,7 @@
 The class names the config class of its experiment, `config_class = GRPOConfig`, and is made with the loaded config.
 """
 
+import inspect
 import os
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,14 @@ def load_trainer(argv: Sequence[str]) -> tuple[Any, BaseExperimentConfig]:
             f"{name} must name the config class of its experiment: got config_class {config_class}. "
             "Write e.g. config_class = GRPOConfig in the class."
         )
+    if not callable(getattr(trainer, "train", None)):
+        raise ConfigError(f"{name} must have a method train(): got none. Write the loop in it.")
+    try:
+        inspect.signature(trainer).bind(None)
+    except TypeError as error:
+        raise ConfigError(
+            f"{name} must be made with the config alone: {error}. Write __init__(self, config)."
+        ) from error
     config, _ = load_expr_config([word for word in argv if not word.startswith(TYPE)], config_class)
     return trainer, config
 

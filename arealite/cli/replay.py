@@ -6,6 +6,7 @@ the step (or from the initial model); what the run sampled comes from its `rollo
 
 import argparse
 import contextlib
+import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -131,5 +132,6 @@ def _read(path: Path, form: type[T]) -> T:
             "started and whose script gave StatsLogger its config."
         )
     with reading(path, yaml.YAMLError):
-        values = require_object(yaml.safe_load(path.read_text(encoding="utf-8")))  # JSON is YAML, too
+        text = path.read_text(encoding="utf-8")
+        values = require_object(json.loads(text) if path.suffix == ".json" else yaml.safe_load(text))
         return TypeAdapter(form).validate_python(values)

@@ -55,7 +55,7 @@ def add_costs(parser: argparse.ArgumentParser) -> Callable[..., argparse.Action]
     """Add what `plan` and `simulate` ask about the work and the devices, and return what adds more."""
     parser.add_argument("--gpu", metavar="NAME|FILE", help="h100, h200, a100, cpu-2-cores, or a profile of your own")
     text = "completions: mean and sigma of a lognormal, perhaps with tokens of a prompt, or those of a run's folder"
-    text += " (default: 2048,0.9,256)"
+    text += " (default: 2048,0.9,256; a run that is simulated has its own)"
     parser.add_argument("--lengths", metavar="RUN|MEAN,SIGMA[,PROMPT]", default="2048,0.9", help=text)
     return parser.add_argument
 

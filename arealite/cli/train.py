@@ -14,7 +14,7 @@ from pathlib import Path
 
 import yaml
 
-from arealite.api.config.data import GYM
+from arealite.api.config.data import GYM, VERIFIERS
 from arealite.api.config.experiment import GYM_REWARD
 from arealite.api.config.loader import as_given, masked
 from arealite.api.config.run import load_run_config
@@ -24,7 +24,6 @@ from arealite.cli.examples import TRAINERS, examples_folder
 from arealite.cli.own_trainer import TYPE
 from arealite.launcher.start import start
 from arealite.utils.devices import visible_gpus
-from arealite.utils.verifiers_env import SCHEME as ENVIRONMENTS
 
 _MODELS = {"grpo": "actor", "sft": "model"}
 """Trainers that the options are for, and the block of the model."""
@@ -73,7 +72,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Start what `trainer.type` names by the launcher that `mode` names, and return the launcher's exit status."""
-    args.data = f"{ENVIRONMENTS}{args.env}" if args.env else args.data
+    if args.env is not None:
+        if args.data or args.reward or args.sft:
+            raise ConfigError("--env must stand in place of --data, --reward and --sft: got one of them. Remove it.")
+        args.data = f"{VERIFIERS}{args.env}"
     config, is_own_data = args.config, bool(args.model or args.data or args.reward or args.sft)
     kind, keys = _split([*(_trainer_type(args) if is_own_data else []), *args.overrides])
     if kind in TRAINERS:
@@ -175,7 +177,7 @@ def _own_data(args: argparse.Namespace, kind: str, given: Sequence[str]) -> tupl
 
 
 def _has_environment(data: str | None) -> bool:
-    return data is not None and data.startswith(ENVIRONMENTS)
+    return data is not None and data.startswith(VERIFIERS)
 
 
 def _reward(given: Sequence[str]) -> str | dict[str, float]:
@@ -183,8 +185,9 @@ def _reward(given: Sequence[str]) -> str | dict[str, float]:
     weights: dict[str, float] = {}
     for text in given:
         match = re.fullmatch(r"(.+:\w+)(?:=([-+.\w]+))?", text)
-        if match is None:
-            raise ConfigError(f"--reward must be FILE.py:FUNCTION or FILE.py:FUNCTION=WEIGHT: got {text}. Correct it.")
+        if match is None or match[1] in weights:
+            form = "FILE.py:FUNCTION or FILE.py:FUNCTION=WEIGHT, each function once"
+            raise ConfigError(f"--reward must be {form}: got {text}. Correct it.")
         weights[match[1]] = yaml.safe_load(match[2] or "1")
     return next(iter(weights), "") if [*weights.values()] in ([], [1]) else weights
 

@@ -16,17 +16,17 @@ import pyarrow
 from pyarrow import csv
 
 from arealite.api.cli_args import DatasetConfig
-from arealite.api.config.data import GYM
+from arealite.api.config.data import GYM, VERIFIERS
 from arealite.dataset.gym import gym_rows
 from arealite.dataset.rows import JSON, JSON_ROW, PICKLED, Row, Rows, written
-from arealite.utils import verifiers_env
+from arealite.dataset.verifiers import verifiers_rows
 from arealite.utils.files import FileError, file_entry, reading
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
 ACCEPTED = (
     "'gsm8k', a data set of the hub ('org/name'), a .jsonl, .json, .parquet or .csv file (JSON also as .gz or .zst), a "
-    "folder of such files or from save_to_disk, 'FILE.py:FUNCTION?option=value', 'reasoning_gym:TASK?size=2000', or "
-    "'hf-dataset://org/name/file/in/the/repository.jsonl'"
+    "folder of such files or from save_to_disk, 'FILE.py:FUNCTION?option=value', 'reasoning_gym:TASK?size=2000', "
+    "'verifiers:ENV', or 'hf-dataset://org/name/file/in/the/repository.jsonl'"
 )
 _HUB_SCHEME = "hf-dataset://"
 _HUB_FILE = re.compile(rf"{_HUB_SCHEME}([^/]+/[^/]+)/(.+)")
@@ -73,13 +73,10 @@ def _read_split(config: DatasetConfig, split: str, seed: int) -> datasets.Datase
         return rows
     if path.startswith(GYM):
         return gym_rows(path, split, seed)
-    if path.startswith(verifiers_env.SCHEME):
+    if path.startswith(VERIFIERS):
         if split != "train":
             raise MissingSplitError(f"{path} must have the split {split}: got train alone. Name another environment.")
-        tasks = verifiers_env.tasks_of(path)
-        return [
-            {"question": text, "answer": "", "environment": path, "task": index} for index, text in enumerate(tasks)
-        ]
+        return verifiers_rows(path)
     if match := _HUB_FILE.fullmatch(path):
         return _load_hub(match[1], data_files=match[2], split="train")
     if path in ("gsm8k", "openai/gsm8k"):

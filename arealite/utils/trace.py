@@ -89,7 +89,10 @@ def start(name: str) -> None:
     folder = os.environ.get(FOLDER_VARIABLE)
     with _lock:
         if folder and _writer is None:
-            _writer = _Writer(Path(folder), name)
+            try:
+                _writer = _Writer(Path(folder), name)
+            except OSError as error:
+                logger.warning("this process can't be traced in %s: %s", folder, error)
 
 
 def span(name: str, **args: Any) -> contextlib.AbstractContextManager[None]:

@@ -35,7 +35,7 @@ def test_what_a_folder_does_not_hold(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("name", "content", "cause"),
     [
-        ("run.json", "{", "ParserError"),
+        ("run.json", "{", "JSONDecodeError"),
         ("run.json", "[]", "TypeError: a list in place of an object"),
         ("run.json", '{"entry": [5]}', "ValidationError"),
         ("config.yaml", "x: *y", "ComposerError"),

@@ -116,6 +116,15 @@ def test_tasks_of_reasoning_gym_have_their_scorer_as_reward(capsys: pytest.Captu
         assert (shown["reward"], shown["experiment_name"]) == (reward, "reasoning_gym-countdown-grpo")
 
 
+def test_an_environment_of_verifiers_has_a_script_and_needs_no_reward(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--model", "some/model", "--env", "envs/my_env.py?tasks=8", "--dry-run"]) == 0
+    told, _, text = capsys.readouterr().err.partition("\n")
+    shown = yaml.safe_load(text)
+    assert "examples/agents/environment.py" in told and "reward" not in shown
+    assert shown["train_dataset"]["path"] == "verifiers:envs/my_env.py?tasks=8"
+    assert shown["experiment_name"] == "my_env-grpo"
+
+
 def test_fine_tuning_on_ones_own_data(capsys: pytest.CaptureFixture[str]) -> None:
     """Keys count more than options, and a file of one's own replaces only the file."""
     words = ["train", "--sft", "--model", "a", "--data", "org/chats", "--dry-run", "--save-config"]
@@ -215,6 +224,11 @@ def test_an_experiment_is_named_after_its_data(data: str, name: str, capsys: pyt
         ("--model m --data d --reward r.py:f --sft", "reward must be a key of SFTConfig"),
         ("--model m --data d --reward r.py", "--reward must be FILE.py:FUNCTION .*: got r.py. Correct"),
         ("--model m --data d --reward r.py:f=x", "reward must be a valid number.*: got 'x'"),
+        ("--model m --data d --reward r.py:f --reward r.py:f=2", "each function once: got r.py:f=2"),
+        ("--model m --env e --data d", "--env must stand in place of --data, --reward and --sft"),
+        ("--model m --env e --reward r.py:f", "--env must stand in place of --data, --reward and --sft"),
+        ("--model m --env e --sft", "--env must stand in place of --data, --reward and --sft"),
+        ("--env e", r"--model must be given"),
         ("--model m trainer.type=dpo", r"must go with trainer\.type=grpo, or sft .*: got dpo"),
         ("--model m --sft trainer.type=grpo", "got grpo and --sft"),
         ("--model m --data d --sft gconfig.n_samples=2", r"gconfig must be a key of SFTConfig"),
@@ -298,6 +312,8 @@ launcher: {preflight: false}
         ("no_such_module:Full", "trainer.type must be FILE.py:CLASS or module:CLASS that exists: got no_such_mo"),
         ("{stem}.py:Ful", "must have a class Ful: got none. Correct trainer.type"),
         ("{stem}:Nameless", "Nameless must name the config class of its experiment: got config_class None"),
+        ("{stem}:Idle", r"Idle must have a method train\(\): got none"),
+        ("{stem}:Empty", "Empty must be made with the config alone: too many positional arguments"),
         ("{stem}:Full model.pth=m", r"model.pth must be a key of SFTConfig"),
     ],
 )  # fmt: skip

@@ -37,6 +37,7 @@ INTERNAL_PROGRAMS = {
     "cli.check.__main__": "what `arealite check` runs with another Python",
     "cli.main": "is `arealite`",
     "cli.own_trainer": "what `arealite train` starts",
+    "dataset.verifiers_program": "what workflows start in another interpreter",
     "launcher.place.guard": "what launchers start",
     "launcher.place.relay": "what launchers start",
     "launcher.place.slurm": "what launchers start",
@@ -44,7 +45,6 @@ INTERNAL_PROGRAMS = {
     "launcher.serve.sglang_server": "takes SGLang's flags",
     "launcher.serve.vllm_server": "takes vLLM's flags",
     "launcher.start": "what scripts call",
-    "utils.verifiers_program": "what workflows start in another interpreter",
     "utils.worker_process": "what workflows start",
 }
 """Modules with a `__main__` that have no help of their own, and why."""

@@ -65,6 +65,23 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
     await until(lambda: not psutil.Process().children(recursive=True))
 
 
+async def waiting(make: Make) -> tuple[Trained, asyncio.Future[Any]]:
+    """Return a workflow, and an episode of it whose request waits for its answer."""
+    trained = make(lambda prompt: "It is 1.")
+    trained.model.may_answer = asyncio.Event()
+    episode = asyncio.ensure_future(trained.run({"environment": path_of("sums"), "task": 0}))
+    await until(lambda: trained.model.num_running)
+    return trained, episode
+
+
+async def answered(trained: Trained) -> None:
+    """Let the model answer; the next episode must have its own turn alone."""
+    assert trained.model.may_answer is not None
+    trained.model.may_answer.set()
+    batch = await trained.run({"environment": path_of("sums"), "task": 0})
+    assert (batch["rewards"].tolist(), batch["agent/turns"].tolist()) == ([2.0], [1.0])
+
+
 def test_tasks_are_rows_in_their_order() -> None:
     rows = get_custom_dataset(path_of("sums", **{"taskset.size": 3}), type="rl")
     assert [row["messages"] for row in rows] == [[{"role": "user", "content": f"What is {n} + 1?"}] for n in range(3)]
@@ -112,11 +129,7 @@ async def test_64_episodes_at_once_keep_their_rewards_apart(make: Make) -> None:
 
 
 async def test_a_dead_process_fails_its_episodes_and_the_next_one_starts_anew(make: Make) -> None:
-    trained = make(lambda prompt: "It is 1.")
-    trained.model.may_answer = asyncio.Event()
-    row = {"environment": path_of("sums"), "task": 0}
-    lost = asyncio.ensure_future(trained.run(row))
-    await until(lambda: trained.model.num_running)
+    trained, lost = await waiting(make)
     agent = trained.workflow._agent
     assert isinstance(agent, VerifiersAgent)
     (environment,) = agent._environments.values()
@@ -124,20 +137,14 @@ async def test_a_dead_process_fails_its_episodes_and_the_next_one_starts_anew(ma
     environment._process.kill()
     with pytest.raises(AgentError, match=r"the process of verifiers:.* must live: got .*SIGKILL"):
         await lost
-    trained.model.may_answer.set()
-    assert (await trained.run(row))["rewards"].tolist() == [2.0]
+    await answered(trained)
 
 
 async def test_a_cancelled_episode_leaves_nothing_in_the_environment(make: Make) -> None:
-    trained = make(lambda prompt: "It is 1.")
-    trained.model.may_answer = asyncio.Event()
-    row = {"environment": path_of("sums"), "task": 0}
-    left = asyncio.ensure_future(trained.run(row))
-    await until(lambda: trained.model.num_running)
+    trained, left = await waiting(make)
     left.cancel()
     await until(lambda: trained.model.num_cancelled)
-    trained.model.may_answer.set()
-    assert (await trained.run(row))["rewards"].tolist() == [2.0]
+    await answered(trained)
 
 
 async def test_limits_of_a_run_end_it_as_those_of_any_agent(make: Make) -> None:

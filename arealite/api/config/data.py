@@ -32,6 +32,8 @@ class SourceConfig(ConfigBase):
 
 GYM = "reasoning_gym:"
 """Begins the path of a task of reasoning-gym."""
+VERIFIERS = "verifiers:"
+"""Begins the path of an environment of verifiers."""
 PAIRS = ("dpo", "rw")
 """Types of data sets whose rows are pairs of answers."""
 

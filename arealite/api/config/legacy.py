@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, NoReturn
@@ -206,8 +206,9 @@ def migrate(
     `has_others`, blocks that are not in `keys` belong to the script and stay.
     """
     migrated = {}
-    for place, given in sources.items():
-        given = _translated(given, changes)
+    translated = {place: _translated(given, changes) for place, given in sources.items()}
+    _drop_cap(translated.values(), changes)
+    for place, given in translated.items():
         others = {name: given.pop(name) for name in ("defaults", *_CORE_BLOCKS) if has_others and name in given}
         moved: dict[str, Tree] = {}
         migrated[place] = _sort(given, "", keys, moved, problems, changes) | others
@@ -266,6 +267,25 @@ def _norm_choices(norm: str, block: Mapping[str, Any]) -> dict[str, Any]:
     return choices | ({"adv_norm": False} if norm == "adv_norm" else {})
 
 
+def _drop_cap(sources: Collection[Tree], changes: list[str]) -> None:
+    """Leave out the bound of a loss that is not used."""
+    blocks = [tree[name] for tree in sources for name in ("actor", "ppo") if isinstance(tree.get(name), dict)]
+    is_used = [block["use_decoupled_loss"] for block in blocks if block.get("use_decoupled_loss") is not None]
+    for block in blocks if is_used[-1:] != [True] else ():
+        if block.pop("behav_imp_weight_cap", None) is not None:
+            changes.append("actor.behav_imp_weight_cap has no effect: actor.use_decoupled_loss is not true. Remove it.")
+
+
+def _moved(old: str, value: Any) -> Tree:
+    """Return our keys in whose place an old one stands; none if it does not move."""
+    key = old
+    while key in RENAMED:  # those of `ppo` may be old ones of `actor`
+        key = RENAMED[key]
+    if key in CHOSEN:
+        return CHOSEN[key][value] if isinstance(value, bool) else {}
+    return {} if key == old else {key: "broadcast" if value == "xccl" else value}
+
+
 def _sort(
     block: Tree,
     prefix: str,
@@ -288,10 +308,9 @@ def _sort(
         elif isinstance(value, dict) and key in _CORE_BLOCKS:
             for left in _sort(value, f"{key}.", keys, moved, problems, changes):
                 problems.append(f"{key}.{left} must have a counterpart here: got it. Remove it; --help lists all keys.")
-        elif key in RENAMED or (key in CHOSEN and isinstance(value, bool)):
-            renamed = {RENAMED.get(key, ""): "broadcast" if value == "xccl" else value}
-            moved[key] = CHOSEN[key][value] if key in CHOSEN else renamed
-            changes.append(_renamed(key, moved[key]))
+        elif new := _moved(key, value):
+            moved[key] = new
+            changes.append(_renamed(key, new))
         elif dropped := next((entry for pattern, entry in DROPPED.items() if matches(key, pattern)), None):
             problems += _drop(key, value, dropped, changes)
         else:

@@ -91,12 +91,27 @@ def test_normalisations_as_areal_writes_them(tmp_path: Path, norms: str, fields:
             "{use_decoupled_loss: true, recompute_logprob: true, behav_imp_weight_cap: 5.0}",
             ("keep", "recompute", "mask", 5.0),
         ),
+        ("{use_decoupled_loss: false, behav_imp_weight_cap: 5.0}", ("keep", "rollout", "none", None)),
+        ("{behav_imp_weight_cap: 5.0}", ("keep", "rollout", "none", None)),
     ],
 )
 def test_older_keys_choose_as_they_did(tmp_path: Path, older: str, fields: tuple[object, ...]) -> None:
     overrides = ("experiment_name=e", "trial_name=t", "actor.path=m", "train_dataset={path: p, batch_size: 8}")
     actor = load(tmp_path, f"actor: {older}", *overrides).actor
     assert (actor.truncated, actor.proximal, actor.correction.action, actor.correction.upper) == fields
+
+
+def test_older_keys_of_the_block_of_core_choose_as_those_of_the_actor(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    common = ("experiment_name=e", "trial_name=t", "actor.path=m", "train_dataset={path: p, batch_size: 8}")
+    ppo = "ppo: {recompute_logprob: true, use_decoupled_loss: true, behav_imp_weight_cap: 5.0}"
+    actor = load(tmp_path, ppo, *common).actor
+    assert (actor.proximal, actor.correction.action, actor.correction.upper) == ("recompute", "mask", 5.0)
+    with caplog.at_level(logging.WARNING, logger="arealite.config"):
+        actor = load(tmp_path, ppo, *common, "actor.use_decoupled_loss=false").actor
+    assert (actor.correction.action, actor.correction.upper) == ("none", None)
+    assert "actor.behav_imp_weight_cap has no effect: actor.use_decoupled_loss is not true." in caplog.text
 
 
 def test_older_keys_that_contradict_are_refused(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
     python verifiers_program.py '{"taskset": {"id": "my_env"}, ...}' FOLDER NUMBER
 
 FOLDER goes on the path for modules, and NUMBER is the most tasks to read. The first line on stdout is a JSON list of
-the tasks' prompts. Then each line on stdin asks for an episode, `{"run", "task", "base_url", "key", "slot"}`, or for
-the end of one, `{"cancel": run}`, and each line on stdout is the end of one, `{"run", "reward", "truncated", "error"}`.
+the tasks' prompts. Then each line on stdin asks for an episode, `{"run", "task", "base_url", "key"}`, or for the end of
+one, `{"cancel": run}`, and each line on stdout is the end of one, `{"run", "reward", "error"}`.
 What the environment prints goes to stderr. It ends when stdin does.
 """
 
@@ -25,12 +25,13 @@ async def serve(env: Any, tasks: list[Any], answer: Callable[[Any], None]) -> No
 
     loop = asyncio.get_running_loop()
     running: dict[int, asyncio.Task[None]] = {}
+    variables: dict[str, str] = {}  # by key: clients are kept by the name of the variable that holds theirs
     reader = asyncio.StreamReader(limit=2**26)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
 
     async def run(asked: dict[str, Any]) -> None:
-        variable = f"AREALITE_KEY_{asked['slot']}"
-        os.environ[variable] = asked["key"]  # equal for all runs of a slot: clients are kept by what they are made of
+        variable = variables.setdefault(asked["key"], f"AREALITE_KEY_{len(variables)}")
+        os.environ[variable] = asked["key"]
         client = vf.EvalClientConfig(base_url=asked["base_url"], api_key_var=variable)
         context = vf.ModelContext(client=client, model=MODEL, sampling=vf.SamplingConfig())
         (slot,) = env.slots(tasks[asked["task"]], 1)
@@ -80,8 +81,7 @@ def judged(episode: Any) -> dict[str, Any]:
     shared = [one.agent.name for one in episode.traces if not one.agent.trainable and one.agent.config.model == MODEL]
     if shared:
         return {"error": f"{shared[0]} is not trained and must have a model and client of its own"}
-    reward = sum(trace.reward for trace in trained) / len(trained)
-    return {"reward": reward, "truncated": any(trace.is_truncated for trace in trained), "error": None}
+    return {"reward": sum(trace.reward for trace in trained) / len(trained), "error": None}
 
 
 def main() -> None:
