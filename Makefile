@@ -9,6 +9,8 @@ ARGS        ?=
 VLLM_VENV   ?= $(VENV)-vllm
 ECOSYSTEM_VENV ?= $(VENV)-ecosystem
 ECOSYSTEM = verifiers==0.4.0+uv==0.13.9
+OPENENV_VENV ?= $(VENV)-openenv
+OPENENV = openenv==0.10.0
 SGLANG_VENV ?= $(VENV)-sglang
 # Bytecode is written as modules are imported: a run imports a fifth of what pip would compile, for a minute or two.
 PIP          = $(VENV)/bin/python -m pip install --no-compile --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
@@ -143,13 +145,15 @@ test-agents: $(VENV)/.installed-dev            ## train agents on OpenAI's and A
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -m slow tests/agent
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(VENV)/bin/python -m trained_agents $(ARGS)
 
-test-ecosystem: $(VENV)/.installed-dev            ## run environments of verifiers and every task of reasoning-gym (7 minutes; installs verifiers)
+test-ecosystem: $(VENV)/.installed-dev            ## run environments of verifiers and OpenEnv, and every task of reasoning-gym (8 minutes; installs verifiers and openenv)
 	@[ -e $(ECOSYSTEM_VENV)/installed-$(ECOSYSTEM) ] || { rm -rf $(ECOSYSTEM_VENV) && $(PYTHON) -m venv $(ECOSYSTEM_VENV) && \
 		$(ECOSYSTEM_VENV)/bin/python -m pip install -q $(subst +, ,$(ECOSYSTEM)) && touch $(ECOSYSTEM_VENV)/installed-$(ECOSYSTEM); }
-	@tests=tests/ecosystem; $(ECOSYSTEM_VENV)/bin/uv -q run --no-project --no-config --with httpx python -c 'import httpx' || \
+	@[ -e $(OPENENV_VENV)/installed-$(OPENENV) ] || { rm -rf $(OPENENV_VENV) && $(PYTHON) -m venv $(OPENENV_VENV) && \
+		$(OPENENV_VENV)/bin/python -m pip install -q $(OPENENV) && touch $(OPENENV_VENV)/installed-$(OPENENV); }
+	@tests=tests/ecosystem/test_verifiers.py; $(ECOSYSTEM_VENV)/bin/uv -q run --no-project --no-config --with httpx python -c 'import httpx' || \
 		{ tests=; echo "SKIPPED: environments of verifiers, as uv, by which it starts agents, reaches no index"; }; \
-	OMP_NUM_THREADS=1 VERIFIERS_PYTHON=$(abspath $(ECOSYSTEM_VENV))/bin/python \
-		$(VENV)/bin/python -m pytest -q -m slow $$tests tests/reward/test_gym_reward.py $(ARGS)
+	OMP_NUM_THREADS=1 VERIFIERS_PYTHON=$(abspath $(ECOSYSTEM_VENV))/bin/python OPENENV_PYTHON=$(abspath $(OPENENV_VENV))/bin/python \
+		$(VENV)/bin/python -m pytest -q -m slow $$tests tests/ecosystem/test_openenv.py tests/reward/test_gym_reward.py $(ARGS)
 
 test-options: $(VENV)/.installed-dev            ## compile a model (a minute)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -m slow tests/engine/test_options.py $(ARGS)

@@ -53,11 +53,11 @@ ROOM_CEILINGS = {
     "__init__.py": 93,
     "agent": 1714,
     "algorithms": 883,
-    "api": 2821,
+    "api": 2848,
     "chat": 584,
-    "cli": 2058,
+    "cli": 2068,
     "core": 2136,
-    "dataset": 1012,
+    "dataset": 1019,
     "engine": 2663,
     "generation": 897,
     "inference": 2551,
@@ -72,16 +72,16 @@ ROOM_CEILINGS = {
     "viewer": 989,
     "watchdog": 217,
     "weights": 188,
-    "workflow": 685,
+    "workflow": 772,
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 29862,
-    "files of a GRPO run": 143,
-    "code of a GRPO run": 18726,
+    "code of the package": 29993,
+    "files of a GRPO run": 145,
+    "code of a GRPO run": 18760,
     "import depth": 18,
     "keys of a GRPO config": 361,
-    "lines of pages": 6039,
+    "lines of pages": 6087,
     "lines of README.md": 130,
 }
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 600

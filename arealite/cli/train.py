@@ -14,7 +14,7 @@ from pathlib import Path
 
 import yaml
 
-from arealite.api.config.data import GYM, VERIFIERS
+from arealite.api.config.data import GYM, OPENENV, VERIFIERS
 from arealite.api.config.experiment import GYM_REWARD
 from arealite.api.config.loader import as_given, masked
 from arealite.api.config.run import load_run_config
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=".jsonl, .json, .parquet or .csv file, folder, data set of the hub, or FILE.py:FUNCTION; columns are "
         "question and answer, or messages, unless train_dataset.prompt_key and answer_key name others",
     )
-    parser.add_argument("--env", metavar="ENV", help="environment of verifiers, in place of --data and --reward")
+    parser.add_argument("--env", metavar="ENV", help="of verifiers, or openenv:URL, in place of --data and --reward")
     parser.add_argument(
         "--reward",
         metavar="FILE.py:FUNCTION[=WEIGHT]",
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     if args.env is not None:
         if args.data or args.reward or args.sft:
             raise ConfigError("--env must stand in place of --data, --reward and --sft: got one of them. Remove it.")
-        args.data = f"{VERIFIERS}{args.env}"
+        args.data = args.env if args.env.startswith(OPENENV) else f"{VERIFIERS}{args.env}"
     config, is_own_data = args.config, bool(args.model or args.data or args.reward or args.sft)
     kind, keys = _split([*(_trainer_type(args) if is_own_data else []), *args.overrides])
     if kind in TRAINERS:
@@ -177,7 +177,7 @@ def _own_data(args: argparse.Namespace, kind: str, given: Sequence[str]) -> tupl
 
 
 def _has_environment(data: str | None) -> bool:
-    return data is not None and data.startswith(VERIFIERS)
+    return data is not None and data.startswith((VERIFIERS, OPENENV))
 
 
 def _reward(given: Sequence[str]) -> str | dict[str, float]:
@@ -196,7 +196,8 @@ def _name(data: str) -> str:
     """Return the data's name as an experiment's."""
     place = data.partition("?")[0].removesuffix("/")
     file = place.rpartition(":")[0] if re.search(r"\.py:\w+$", place) else place
-    return re.sub(r"^[^A-Za-z0-9_]+|[^A-Za-z0-9_.-]+", "-", Path(file).stem).lstrip("-.") or "own"
+    name = Path(file).name if data.startswith(OPENENV) else Path(file).stem  # an address has no suffix
+    return re.sub(r"^[^A-Za-z0-9_]+|[^A-Za-z0-9_.-]+", "-", name).lstrip("-.") or "own"
 
 
 def _devices(kind: str, given: Sequence[str]) -> list[str]:

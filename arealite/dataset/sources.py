@@ -16,8 +16,9 @@ import pyarrow
 from pyarrow import csv
 
 from arealite.api.cli_args import DatasetConfig
-from arealite.api.config.data import GYM, VERIFIERS
+from arealite.api.config.data import GYM, OPENENV, VERIFIERS
 from arealite.dataset.gym import gym_rows
+from arealite.dataset.openenv import openenv_rows
 from arealite.dataset.rows import JSON, JSON_ROW, PICKLED, Row, Rows, written
 from arealite.dataset.verifiers import verifiers_rows
 from arealite.utils.files import FileError, file_entry, reading
@@ -26,7 +27,7 @@ SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".jsonl.gz", ".json.gz", ".js
 ACCEPTED = (
     "'gsm8k', a data set of the hub ('org/name'), a .jsonl, .json, .parquet or .csv file (JSON also as .gz or .zst), a "
     "folder of such files or from save_to_disk, 'FILE.py:FUNCTION?option=value', 'reasoning_gym:TASK?size=2000', "
-    "'verifiers:ENV', or 'hf-dataset://org/name/file/in/the/repository.jsonl'"
+    "'verifiers:ENV', 'openenv:http://HOST:PORT', or 'hf-dataset://org/name/file/in/the/repository.jsonl'"
 )
 _HUB_SCHEME = "hf-dataset://"
 _HUB_FILE = re.compile(rf"{_HUB_SCHEME}([^/]+/[^/]+)/(.+)")
@@ -65,6 +66,10 @@ def _rows_of(given: datasets.Dataset | Sequence[Any], path: str) -> Rows:
 
 def _read_split(config: DatasetConfig, split: str, seed: int) -> datasets.Dataset | Sequence[Any]:
     path, local = config.path, Path(config.path).expanduser()
+    if path.startswith((VERIFIERS, OPENENV)):  # whose options may name functions
+        if split != "train":
+            raise MissingSplitError(f"{path} must have the split {split}: got train alone. Name another environment.")
+        return verifiers_rows(path) if path.startswith(VERIFIERS) else openenv_rows(path)
     if match := _FUNCTION.fullmatch(path):
         rows = _call(match[1], match[2], match[3] or "", split, seed)
         if not isinstance(rows, Sequence | datasets.Dataset):
@@ -73,10 +78,6 @@ def _read_split(config: DatasetConfig, split: str, seed: int) -> datasets.Datase
         return rows
     if path.startswith(GYM):
         return gym_rows(path, split, seed)
-    if path.startswith(VERIFIERS):
-        if split != "train":
-            raise MissingSplitError(f"{path} must have the split {split}: got train alone. Name another environment.")
-        return verifiers_rows(path)
     if match := _HUB_FILE.fullmatch(path):
         return _load_hub(match[1], data_files=match[2], split="train")
     if path in ("gsm8k", "openai/gsm8k"):

@@ -10,6 +10,7 @@ import inspect
 import logging
 import math
 import numbers
+import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any
@@ -36,7 +37,8 @@ class EnvWorkflow(RolloutWorkflow):
 
     Methods run in threads, or are awaited if they are called `areset`, `astep` and `aclose`; with `isolated` they run
     in processes, which end if a call takes longer than `step_timeout` seconds. A run earns the sum of its rewards;
-    `turn_rewards` keeps them by turn, for a critic. Samples of a prompt begin with the same seed.
+    `turn_rewards` keeps them by turn, for a critic. Samples of a prompt begin with the same seed. `max_envs` bounds the
+    environments that are open at once.
     Metrics: `workflow/num_turns`, `workflow/parse_errors`, `workflow/is_terminated`.
     """
 
@@ -51,6 +53,7 @@ class EnvWorkflow(RolloutWorkflow):
         step_timeout: float = 30.0,
         isolated: bool = False,
         turn_rewards: bool = False,
+        max_envs: int | None = None,
         enable_thinking: bool = False,
     ) -> None:
         if max_turns < 1:
@@ -60,6 +63,7 @@ class EnvWorkflow(RolloutWorkflow):
         self.max_turns, self.step_timeout, self.turn_rewards = max_turns, step_timeout, turn_rewards
         self.model = ChatModel(tokenizer, enable_thinking=enable_thinking)
         self.pool = env_pool(make_env) if isolated else None
+        self._places = asyncio.Semaphore(max_envs or sys.maxsize)
         self._late = BackgroundTasks("the end of an environment that was made past its deadline", logger)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict:
@@ -75,6 +79,7 @@ class EnvWorkflow(RolloutWorkflow):
         talk = Conversation(engine, self.model, self.gconfig, sample=sample)
         total, num_parse_errors, is_terminated, is_truncated = 0.0, 0, False, False
         async with AsyncExitStack() as cleanup:
+            await cleanup.enter_async_context(self._places)
             env = await self._make(data)
             cleanup.push_async_callback(self._call, "close", _method(env, "close"))
             observation, info = _checked_reset(await self._call("reset", _method(env, "reset"), seed=_seed(data)))
@@ -82,12 +87,11 @@ class EnvWorkflow(RolloutWorkflow):
             while (answer := await talk.ask(messages)) is not None:
                 reward = 0.0
                 try:
-                    action = self.agent.act(answer)
+                    stepped = await self._call("step", _method(env, "step"), self.agent.act(answer))
                 except ParseError as error:
                     num_parse_errors += 1
                     messages = [{"role": "user", "content": str(error)}]
                 else:
-                    stepped = await self._call("step", _method(env, "step"), action)
                     observation, reward, is_terminated, is_truncated, info = _checked_step(stepped)
                     messages = self.agent.observe(observation, info)
                 total += reward
@@ -120,13 +124,13 @@ class EnvWorkflow(RolloutWorkflow):
             await self._call("close", _method(making.result(), "close"))
 
     async def _call(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the environment. Any failure is an EnvError."""
+        """Call a method of the environment. Any failure is an EnvError, except a ParseError."""
         try:
             async with asyncio.timeout(self.step_timeout):
                 if inspect.iscoroutinefunction(method):
                     return await method(*args, **kwargs)
                 return await in_thread(lambda: method(*args, **kwargs))
-        except EnvError:
+        except (EnvError, ParseError):
             raise
         except TimeoutError as error:
             raise EnvError(

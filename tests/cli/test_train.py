@@ -125,6 +125,16 @@ def test_an_environment_of_verifiers_has_a_script_and_needs_no_reward(capsys: py
     assert shown["experiment_name"] == "my_env-grpo"
 
 
+def test_a_server_of_openenv_has_that_script_and_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    path = "openenv:http://127.0.0.1:8000?tasks=8&action=my.py:act"
+    for option in ("--env", "--data"):
+        assert main(["train", "--model", "some/model", option, path, "--dry-run"]) == 0
+        told, _, text = capsys.readouterr().err.partition("\n")
+        shown = yaml.safe_load(text)
+        assert "examples/agents/environment.py" in told and "reward" not in shown
+        assert (shown["train_dataset"]["path"], shown["experiment_name"]) == (path, "127.0.0.1-8000-grpo")
+
+
 def test_fine_tuning_on_ones_own_data(capsys: pytest.CaptureFixture[str]) -> None:
     """Keys count more than options, and a file of one's own replaces only the file."""
     words = ["train", "--sft", "--model", "a", "--data", "org/chats", "--dry-run", "--save-config"]

@@ -69,6 +69,34 @@ async def test_samples_of_a_prompt_begin_with_one_seed(tokenizer) -> None:
     assert len(set(seeds[:4])) == 1 and seeds[4] == seeds[5] != seeds[0]
 
 
+async def test_environments_may_refuse_an_action_and_are_bounded(tokenizer) -> None:
+    """A ParseError of a step is told to the model as one of the agent is."""
+    open_now, most = 0, 0
+
+    class Refusing(AsyncCountdown):
+        async def areset(self, *, seed: int) -> Any:
+            nonlocal open_now, most
+            open_now += 1
+            most = max(most, open_now)
+            return await super().areset(seed=seed)
+
+        async def astep(self, action: Any) -> Any:
+            return await super().astep(Counter().act({"content": action}))
+
+        async def aclose(self) -> None:
+            nonlocal open_now
+            open_now -= 1
+
+    class Passing(Counter):
+        def act(self, message: dict[str, Any]) -> Any:
+            return message["content"]
+
+    workflow = EnvWorkflow(Passing(), Refusing, GenerationHyperparameters(n_samples=5), tokenizer, max_envs=2)
+    group = await run(tokenizer, workflow, seed=7)
+    assert group["rewards"].tolist() == [9] * 5 and group["parse_errors"].tolist() == [1] * 5
+    assert "Say a number." in tokenizer.decode(group[0]["input_ids"]) and (open_now, most) == (0, 2)
+
+
 FAULTS = [
     ("raise", "step of the environment must not raise: got KeyError: 'left'"),
     ("reset", r"reset must return \(observation, info\): got 7"),

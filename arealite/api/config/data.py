@@ -34,6 +34,8 @@ GYM = "reasoning_gym:"
 """Begins the path of a task of reasoning-gym."""
 VERIFIERS = "verifiers:"
 """Begins the path of an environment of verifiers."""
+OPENENV = "openenv:"
+"""Begins the name of an OpenEnv server."""
 PAIRS = ("dpo", "rw")
 """Types of data sets whose rows are pairs of answers."""
 

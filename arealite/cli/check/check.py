@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 from arealite.api.config.run import last_name, load_run_config, script_calls
 from arealite.cli.check.findings import Findings
 from arealite.cli.check.memory import check_memory
-from arealite.cli.check.model import check_data, check_model, check_template, check_tokenizer
+from arealite.cli.check.model import check_data, check_environments, check_model, check_template, check_tokenizer
 from arealite.cli.check.script import check_declared, check_outputs, check_reward
 from arealite.launcher.plan.plan import checked_plan, entry_script
 from arealite.utils.devices import Node, this_node
@@ -40,6 +40,7 @@ def check(entry: str, argv: Sequence[str], *, preflight: Node | bool = False) ->
     checked_plan(config)
     findings.look("graph", check_declared, argv, script)
     findings.look("outputs", check_outputs, config)
+    findings.look("environment", check_environments, config)
     model = findings.look("model", check_model, config)
     if model is not None:
         longest, rows = 0, list[dict[str, Any]]()

@@ -1,5 +1,6 @@
-"""Checks of the trained model, its tokenizer and chat template, and the first rows of data."""
+"""Checks of the trained model, its tokenizer and chat template, the first rows of data, and its environments."""
 
+import asyncio
 import copy
 import sys
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from arealite.api.cli_args import BaseExperimentConfig as Config
+from arealite.api.config.data import OPENENV
 from arealite.chat.demonstration import turn_ends
 from arealite.chat.template import prompt_tokens
 from arealite.cli.check.findings import Findings, counted
@@ -18,6 +20,7 @@ from arealite.planner.memory import model_shape
 from arealite.planner.needs import context_of, positions_of
 from arealite.utils.hf import load_hf_tokenizer, load_image_processor
 from arealite.utils.images import sees_images
+from arealite.workflow.openenv import OpenEnv
 
 _MAX_ROWS = 256  # read of a data set
 _NUM_SHOWN = 3  # to a reward function
@@ -94,6 +97,14 @@ def check_data(
             "Set train_dataset.max_length, lower gconfig.max_new_tokens or raise the server's context.",
         )
     return longest, some
+
+
+def check_environments(findings: Findings, config: Config) -> None:
+    """Begin an episode on each OpenEnv server whose rows are trained on."""
+    for path in [config.train_dataset.path, *(source.path for source in config.train_dataset.mixed_with)]:
+        if path.startswith(OPENENV):
+            asyncio.run(OpenEnv({"environment": path}).check())
+            findings.add("ok", f"{path} begins an episode")
 
 
 def _num_tokens(row: dict[str, Any], tokenizer: Any, processor: Any) -> int:
