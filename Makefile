@@ -11,6 +11,10 @@ ECOSYSTEM_VENV ?= $(VENV)-ecosystem
 ECOSYSTEM = verifiers==0.4.0+uv==0.13.9
 OPENENV_VENV ?= $(VENV)-openenv
 OPENENV = openenv==0.10.0
+# The cookbook without tml-renderers, which it imports for audio alone and which not every index has.
+TINKER_VENV ?= $(VENV)-tinker
+TINKER = tinker==0.38.0+aiohttp+blobfile+chz+cloudpickle+datasets+math-verify+pillow+pylatexenc+pyrage+rich+termcolor+tiktoken+torch+transformers
+COOKBOOK = tinker-cookbook==0.6.1
 SGLANG_VENV ?= $(VENV)-sglang
 # Bytecode is written as modules are imported: a run imports a fifth of what pip would compile, for a minute or two.
 PIP          = $(VENV)/bin/python -m pip install --no-compile --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
@@ -138,22 +142,29 @@ test-parallel: $(VENV)/.installed-dev            ## train models over tensor, co
 test-elastic: $(VENV)/.installed            ## servers join, leave and die during a run (2 minutes)
 	PYTHONPATH=tests $(VENV)/bin/python -m cluster.elastic
 
-test-hostile: $(VENV)/.installed            ## send junk to servers, client, files, workflows, rewards, agents, tools and environments (7 minutes; ARGS=--short: 2.5)
+test-hostile: $(VENV)/.installed-dev            ## send junk to servers, the Tinker API, client, files, workflows, rewards, agents, tools and environments (7 minutes; ARGS=--short: 2.5)
 	PYTHONPATH=tests $(VENV)/bin/python -m hostile $(ARGS)
 
 test-agents: $(VENV)/.installed-dev            ## train agents on OpenAI's and Anthropic's packages, and a command, token-exactly, on every chat template (4 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -m slow tests/agent
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(VENV)/bin/python -m trained_agents $(ARGS)
 
-test-ecosystem: $(VENV)/.installed-dev            ## run environments of verifiers and OpenEnv, and every task of reasoning-gym (8 minutes; installs verifiers and openenv)
-	@[ -e $(ECOSYSTEM_VENV)/installed-$(ECOSYSTEM) ] || { rm -rf $(ECOSYSTEM_VENV) && $(PYTHON) -m venv $(ECOSYSTEM_VENV) && \
-		$(ECOSYSTEM_VENV)/bin/python -m pip install -q $(subst +, ,$(ECOSYSTEM)) && touch $(ECOSYSTEM_VENV)/installed-$(ECOSYSTEM); }
-	@[ -e $(OPENENV_VENV)/installed-$(OPENENV) ] || { rm -rf $(OPENENV_VENV) && $(PYTHON) -m venv $(OPENENV_VENV) && \
-		$(OPENENV_VENV)/bin/python -m pip install -q $(OPENENV) && touch $(OPENENV_VENV)/installed-$(OPENENV); }
+# $(call venv,FOLDER,PACKAGES+...,OPTIONS,FIRST ||): an environment of its own, kept until the packages change.
+venv = [ -e '$(1)/installed-$(2)' ] || { rm -rf $(1) && $(PYTHON) -m venv $(1) && { $(4) true; } && \
+	$(1)/bin/python -m pip install -q $(3) $(subst +, ,$(2)) && touch '$(1)/installed-$(2)'; }
+CONSTRAINED = $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
+
+test-ecosystem: $(VENV)/.installed-dev            ## run what people have: environments of verifiers and OpenEnv, all tasks of reasoning-gym, recipes of the Tinker cookbook (10 minutes; installs each)
+	@$(call venv,$(ECOSYSTEM_VENV),$(ECOSYSTEM))
+	@$(call venv,$(OPENENV_VENV),$(OPENENV))
+	@$(call venv,$(TINKER_VENV),$(TINKER),$(CONSTRAINED),$(if $(TORCH_INDEX),$(TINKER_VENV)/bin/python -m pip install -q \
+		$(CONSTRAINED) --retries 0 --timeout 10 --index-url $(TORCH_INDEX) torch ||))
+	@$(TINKER_VENV)/bin/python -m pip install -q --no-deps $(COOKBOOK)
 	@tests=tests/ecosystem/test_verifiers.py; $(ECOSYSTEM_VENV)/bin/uv -q run --no-project --no-config --with httpx python -c 'import httpx' || \
 		{ tests=; echo "SKIPPED: environments of verifiers, as uv, by which it starts agents, reaches no index"; }; \
 	OMP_NUM_THREADS=1 VERIFIERS_PYTHON=$(abspath $(ECOSYSTEM_VENV))/bin/python OPENENV_PYTHON=$(abspath $(OPENENV_VENV))/bin/python \
-		$(VENV)/bin/python -m pytest -q -m slow $$tests tests/ecosystem/test_openenv.py tests/reward/test_gym_reward.py $(ARGS)
+		TINKER_PYTHON=$(abspath $(TINKER_VENV))/bin/python $(VENV)/bin/python -m pytest -q -m slow $$tests \
+		tests/ecosystem/test_openenv.py tests/ecosystem/test_tinker.py tests/reward/test_gym_reward.py $(ARGS)
 
 test-options: $(VENV)/.installed-dev            ## compile a model (a minute)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -m slow tests/engine/test_options.py $(ARGS)

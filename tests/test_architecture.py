@@ -46,6 +46,7 @@ MAY_IMPORT = {
     "trainer": {
         *("api", "utils", "algorithms", "rollout", "engine", "inference", "weights", "workflow", "reward", "dataset"),
     },
+    "tinker": {"api", "utils", "algorithms", "rollout", "engine", "inference", "weights", "planner.needs"},
 }
 """Besides itself and the package's version: rooms, folders or files. `cli` may import anything."""
 
@@ -55,18 +56,19 @@ ROOM_CEILINGS = {
     "algorithms": 883,
     "api": 2848,
     "chat": 584,
-    "cli": 2068,
+    "cli": 2097,
     "core": 2136,
     "dataset": 1019,
-    "engine": 2663,
+    "engine": 2680,
     "generation": 897,
-    "inference": 2551,
+    "inference": 2553,
     "launcher": 2590,
     "planner": 700,
     "reward": 624,
     "rollout": 2289,
     "server": 510,
     "simulate": 654,
+    "tinker": 726,
     "trainer": 872,
     "utils": 2132,
     "viewer": 989,
@@ -76,12 +78,12 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 29993,
+    "code of the package": 30767,
     "files of a GRPO run": 145,
-    "code of a GRPO run": 18760,
+    "code of a GRPO run": 18779,
     "import depth": 18,
     "keys of a GRPO config": 361,
-    "lines of pages": 6087,
+    "lines of pages": 6126,
     "lines of README.md": 130,
 }
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 600

@@ -21,6 +21,7 @@ COMMANDS = {
     "check-loss": "try the properties that a loss of your own must have",
     "serve": "add an inference server to a running experiment, or serve a model on its own",
     "eval": "evaluate a model on a data set through servers that run already",
+    "tinker": "serve the training API of the Tinker SDK, for scripts that use tinker or its cookbook",
     "tiny-model": "make a tiny model and tokenizer for tests and smoke runs",
     "replay": "repeat a training step of a run and compare the weights",
     "report": "write report.html for a run folder",

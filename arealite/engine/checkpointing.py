@@ -37,7 +37,7 @@ class CheckpointedEngine(Stateful):
     _state_group: dist.ProcessGroup | None = None  # reserved for the thread that writes checkpoints
     _shares: WeightSharing | None
 
-    def _begin_change(self) -> None:
+    def begin_change(self) -> None:
         """Stop a server that samples from these weights, and count the change."""
         self.num_changes += 1
         if self._shares is not None:
@@ -83,7 +83,7 @@ class CheckpointedEngine(Stateful):
 
     def read_state(self, folder: str) -> None:
         """Restore a state that any number of ranks wrote (collective); an additional rank seeds its generators."""
-        self._begin_change()
+        self.begin_change()
         state = self.state_dict() | {"num_ranks": 0}
         try:
             state_dict_loader.load(state, checkpoint_id=folder, process_group=self._state_group)
@@ -112,7 +112,7 @@ class CheckpointedEngine(Stateful):
                 f"a snapshot for rank {_rank()} must be its own: got one of rank {snapshot['rank']}. Let each rank "
                 "restore what it took, or read a checkpoint, which fits any number of ranks."
             )
-        self._begin_change()
+        self.begin_change()
         self.load_state_dict(tree_map(_overwritten, self.state_dict(), snapshot["state"]))
         set_rng_state(snapshot["rng"])
         self.num_changes, self._has_trained = snapshot["num_changes"], snapshot["has_trained"]

@@ -154,7 +154,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
 
     def _copy_whole_model(self, path: str, init_from_scratch: bool = False) -> None:
         """Load a model, or an adapter of the config's model, on rank 0 and distribute it (collective)."""
-        self._begin_change()
+        self.begin_change()
         options: dict[str, Any] = {"has_value_head": self.has_value_head, "init_from_scratch": init_from_scratch}
 
         def load() -> PreTrainedModel:
@@ -239,26 +239,45 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
         self.optimizer.zero_grad()
         scale = self.mesh.num_shards / max(total_weight, 1e-12)  # FSDP averages gradients over ranks
         losses = self._run(micro_batches, functools.partial(self._weighted_loss, loss_fn), weights, scale)
-        if self.mesh.tensor is not None:
-            sum_gradients(map(self.model.get_parameter, self._partial), self.mesh.tensor.get_group())
-        largest = self.config.optimizer.gradient_clipping
-        grad_norm = clip_gradients(self.model.parameters(), largest, self.mesh)
         mean_loss = self._mean_over_ranks(losses, total_weight)
-        is_sound = total_weight > 0 and math.isfinite(grad_norm) and math.isfinite(mean_loss)
-        if is_sound:
-            self._begin_change()
-            with cores.taken():
-                self.optimizer.step()
-        else:
+        largest, is_sound = self.config.optimizer.gradient_clipping, total_weight > 0 and math.isfinite(mean_loss)
+        grad_norm, is_sound = self.take_step(largest, is_sound=is_sound)
+        if not is_sound:
             message = "optimizer step skipped: loss %s, gradient norm %s, loss weight %s"
             logger.warning(message, mean_loss, grad_norm, total_weight)
-        self.optimizer.zero_grad()
         return {
             "loss": mean_loss,
             "grad_norm": grad_norm,
             "lr": self.lr_schedule.lr,
             "update_successful": float(is_sound),
         } | ({"router_aux_loss": float(torch.stack(self._balance_losses).mean())} if self._balances else {})
+
+    @heartbeat.waiting("all ranks in a loss", on="ranks")
+    def accumulate(self, input_: TensorDict, loss_fn: LossFn, *, with_gradient: bool = True) -> float:
+        """Return the sum of `loss_fn` over the micro-batches of all ranks, and add its gradient to that of the next
+        `take_step` (collective)."""
+        self.train(with_gradient)
+        micro_batches = self._split(input_)
+        weights = [float(one.num_tokens > 0) for one in micro_batches]
+        with torch.set_grad_enabled(with_gradient):
+            finish = functools.partial(self._weighted_loss, loss_fn)
+            losses = self._run(micro_batches, finish, weights, self.mesh.num_shards)
+        self.model.reshard()
+        return self._mean_over_ranks(losses, 1.0)
+
+    def take_step(self, largest_norm: float, *, is_sound: bool = True) -> tuple[float, bool]:
+        """Take an optimizer step with the gradients so far, clipped to a norm, and drop them; return their norm and
+        whether it was taken (collective). It is not if a gradient is not finite."""
+        if self.mesh.tensor is not None:
+            sum_gradients(map(self.model.get_parameter, self._partial), self.mesh.tensor.get_group())
+        grad_norm = clip_gradients(self.model.parameters(), largest_norm, self.mesh)
+        is_sound = is_sound and math.isfinite(grad_norm)
+        if is_sound:
+            self.begin_change()
+            with cores.taken():
+                self.optimizer.step()
+        self.optimizer.zero_grad()
+        return grad_norm, is_sound
 
     @heartbeat.waiting("all ranks in a loss", on="ranks")
     @torch.no_grad()
@@ -473,7 +492,7 @@ class FSDPEngine(CheckpointedEngine, TrainEngine):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict` into which a checkpoint of any layout of ranks was read."""
-        self._begin_change()
+        self.begin_change()
         if any(state[key] != ours for key, ours in self._frozen.items()):
             raise CheckpointError(
                 "a checkpoint with LoRA must be of the same weights in path, dtype, lora.alpha and target_modules: got "

@@ -27,7 +27,7 @@ from arealite.utils.files import writing
 HEAD = "score.weight"  # of a sequence classifier, in every model family; always fully trained
 ADAPTER = "default"  # PEFT's name of the only adapter
 _BASE = ".base_layer."  # part of the parameter names of an adapted layer
-_FILE, _SETTINGS, _PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
+FILE, _SETTINGS, _PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
 
 
 def add_adapters(model: PreTrainedModel, config: TrainEngineConfig) -> None:
@@ -74,7 +74,7 @@ def add_adapters(model: PreTrainedModel, config: TrainEngineConfig) -> None:
 
 def _refused(model: PreTrainedModel, targets: str | list[str]) -> list[str]:
     """Return adapted modules that must not be adapted, and targets without a match."""
-    layers = _adapted_layers(model)
+    layers = adapted_layers(model)
     outer = (model.get_output_embeddings(), getattr(model, "score", None))  # their weight is used without the layer
     linear = torch.nn.Linear
     refused = [name for name, layer in layers.items() if layer in outer or type(layer.base_layer) is not linear]
@@ -82,14 +82,14 @@ def _refused(model: PreTrainedModel, targets: str | list[str]) -> list[str]:
     return [*refused, *(end for end in ends if not any(f".{name}".endswith(f".{end}") for name in layers))]
 
 
-def _adapted_layers(model: torch.nn.Module) -> dict[str, Any]:
+def adapted_layers(model: torch.nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
 def base_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, Elsewhere | None, Any]]:
     """Yield parameters with their names in the model without adapters, their place if another stage has them, and the
     layer of an adapted weight."""
-    layers = _adapted_layers(model)
+    layers = adapted_layers(model)
     for name, parameter, place in every_parameter(model):
         if ".lora_" not in name:
             layer, _, leaf = name.rpartition(_BASE)
@@ -101,7 +101,7 @@ def changing_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Ten
 
     vLLM fuses some of them (query, key and value) and can load them only together.
     """
-    blocks = {name.rpartition(".")[0] for name in _adapted_layers(model)}
+    blocks = {name.rpartition(".")[0] for name in adapted_layers(model)}
     for name, parameter, place, layer in base_parameters(model):
         if parameter.requires_grad or name.rpartition(".")[0].rpartition(".")[0] in blocks:
             yield name, parameter, place, layer
@@ -116,7 +116,7 @@ def adapter_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 @contextlib.contextmanager
 def without_adapters(model: torch.nn.Module) -> Iterator[None]:
     """Disable the adapters inside the block."""
-    layers = _adapted_layers(model).values()
+    layers = adapted_layers(model).values()
     for layer in layers:
         layer.scale_layer(0.0)
     try:
@@ -126,11 +126,18 @@ def without_adapters(model: torch.nn.Module) -> Iterator[None]:
             layer.unscale_layer()
 
 
+def set_scale(model: PreTrainedModel, scale: float) -> None:
+    """Set the scale of the adapters, also of those that are written from now on."""
+    for layer in adapted_layers(model).values():
+        layer.scaling[ADAPTER] = scale
+    model.peft_config[ADAPTER].lora_alpha = scale * model.peft_config[ADAPTER].r
+
+
 def write_adapter(model: PreTrainedModel, state: dict[str, torch.Tensor], path: str) -> None:
     """Write the whole `adapter_parameters` as a folder that `PeftModel.from_pretrained` loads."""
     os.makedirs(path, exist_ok=True)
     with writing(path, SafetensorError):
-        save_file(state, Path(path) / _FILE, {"format": "pt"})
+        save_file(state, Path(path) / FILE, {"format": "pt"})
     model.peft_config[ADAPTER].save_pretrained(path)
 
 
@@ -142,7 +149,7 @@ def is_adapter(path: str) -> bool:
 @torch.no_grad()
 def read_adapter(model: PreTrainedModel, path: str) -> None:
     """Copy the adapter of a folder into a whole model with adapters of the same shapes and scale."""
-    state, expected = load_file(Path(path) / _FILE), adapter_parameters(model)
+    state, expected = load_file(Path(path) / FILE), adapter_parameters(model)
     alpha, ours = json.loads((Path(path) / _SETTINGS).read_text())["lora_alpha"], model.peft_config[ADAPTER].lora_alpha
     shapes, own = ({name: tensor.shape for name, tensor in tensors.items()} for tensors in (state, expected))
     if shapes != own or alpha != ours:

@@ -380,6 +380,8 @@ class Completions:
         episode = current_episode.get()
         if episode is not None:
             return episode.next_sample(req)
+        if "seed" in req.metadata:
+            return 0, req.metadata["seed"]
         self._num_loose_requests += 1
         return 0, sampling_seed(self.config.seed, PromptId(-1, self._num_loose_requests), sample=0, attempt=0)
 

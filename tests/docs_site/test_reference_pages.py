@@ -40,6 +40,7 @@ INTERNAL_PROGRAMS = {
     "dataset.verifiers_program": "what workflows start in another interpreter",
     "launcher.place.guard": "what launchers start",
     "launcher.place.relay": "what launchers start",
+    "tinker.serve": "what `arealite tinker` starts",
     "launcher.place.slurm": "what launchers start",
     "launcher.serve.__main__": "what launchers start",
     "launcher.serve.sglang_server": "takes SGLang's flags",

@@ -15,15 +15,19 @@ import re
 import resource
 import selectors
 import socket
+import struct
 import sys
 import time
 import urllib.request
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 from testing_processes import spawn
+from tinker import types
+from tinker.proto import tinker_public_pb2 as proto
 from tiny_models import save_qwen3
 
 from arealite.server import protocol
@@ -74,6 +78,37 @@ _BOARD: Endpoints = {
     "GET /servers?wait_s=0&after=x": ({}, _NO_BODY),
     "DELETE /servers?incarnation=i": ({}, _NO_BODY),
 }
+_ADAM = {"learning_rate": 1e-3}
+_PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]}
+_TINKER: Endpoints = {  # of the path after /api/v1, with MODEL, SESSION and SAMPLER of an honest client
+    "create_session": ({}, _NO_BODY),
+    "session_heartbeat": ({"session_id": "SESSION"}, ("session_id",)),
+    "create_model": (
+        {"session_id": "SESSION", "model_seq_id": 9, "base_model": "BASE", "lora_config": {"rank": 2}},
+        types.CreateModelRequest.model_fields,
+    ),
+    "get_info": ({"model_id": "MODEL"}, ("model_id",)),
+    "weights_info": ({"tinker_path": "tinker://MODEL/weights/../../x"}, ("tinker_path",)),
+    "forward_backward": ({}, _NO_BODY),
+    "optim_step": ({"model_id": "MODEL", "seq_id": 8, "adam_params": _ADAM}, types.OptimStepRequest.model_fields),
+    "save_weights": ({"model_id": "MODEL", "path": "../../up"}, types.SaveWeightsRequest.model_fields),
+    "save_weights_for_sampler": ({"model_id": "MODEL"}, types.SaveWeightsForSamplerRequest.model_fields),
+    "load_weights": (
+        {"model_id": "MODEL", "path": "tinker://MODEL/weights/none", "optimizer": True},
+        types.LoadWeightsRequest.model_fields,
+    ),
+    "create_sampling_session": (
+        {"session_id": "SESSION", "sampling_session_seq_id": 1, "base_model": "BASE"},
+        types.CreateSamplingSessionRequest.model_fields,
+    ),
+    "asample": (
+        {"sampling_session_id": "SAMPLER", "prompt": _PROMPT, "sampling_params": {"max_tokens": 2}},
+        types.SampleRequest.model_fields,
+    ),
+    "retrieve_future": ({"request_id": "x"}, types.FutureRetrieveRequest.model_fields),
+    "sessions/x/finish": ({}, _NO_BODY),
+    "samplers/x": ({}, _NO_BODY),
+}
 _TARGETS = (
     *("*", "//", "/%00", "/../x", "/..%2f..", "http://[::1", "http://a/generate", "/\ud800", "/" + "a" * 70_000, ""),
 )
@@ -113,11 +148,24 @@ class Target:
             self.ask("POST /servers", _ENTRY | {"address": "honest:1", "incarnation": "honest"})
             assert "honest" in self.ask("GET /servers")["servers"], "it forgets who registers"
             return
+        if self.name == "tinker":
+            assert self.client()["MODEL"].endswith(":train:0"), "it makes no model"
+            return
         self.ask("POST /continue_generation", {})
         self.ask("POST /update_weights_from_disk", {"model_path": self.model, "weight_version": "7"})
         sampling = {"max_new_tokens": 4, "ignore_eos": True}
         answer = self.ask("POST /generate", {"input_ids": [5, 6, 7], "sampling_params": sampling})
         assert len(answer["output_ids"]) == 4 and answer["meta_info"]["weight_version"] == "7", f"it answers {answer}"
+
+    def client(self) -> dict[str, str]:
+        """Open a session of the Tinker API, and return its names of things."""
+        found = {"SESSION": self.ask("POST /api/v1/create_session", {})["session_id"], "BASE": self.model}
+        body = {"session_id": found["SESSION"], "model_seq_id": 0, "base_model": self.model, "lora_config": {"rank": 2}}
+        future = self.ask("POST /api/v1/create_model", body)["request_id"]
+        found["MODEL"] = self.ask("POST /api/v1/retrieve_future", {"request_id": future})["model_id"]
+        body = {"session_id": found["SESSION"], "sampling_session_seq_id": 0, "base_model": self.model}
+        found["SAMPLER"] = self.ask("POST /api/v1/create_sampling_session", body)["sampling_session_id"]
+        return found
 
 
 def attack(report: Report, folder: Path, rng: random.Random, *, short: bool) -> None:
@@ -128,7 +176,10 @@ def attack(report: Report, folder: Path, rng: random.Random, *, short: bool) -> 
     with contextlib.ExitStack() as stack:
         one = stack.enter_context(serving("lite", ["-m", *lite], folder, LITE, model))
         other = stack.enter_context(serving("registry", ["-c", _REGISTRY], folder, _BOARD, model))
-        for target in (one, other):
+        small = ["lite.context=64", "gconfig.max_new_tokens=32", f"cluster.fileroot={folder}"]
+        words = ["-m", "arealite.cli.main", "tinker", "--model", model, "--port", "0", *small]
+        third = with_names(stack.enter_context(serving("tinker", words, folder, {}, model)))
+        for target in (one, other, third):
             attack_one(report, target, rng, short=short)
 
 
@@ -144,7 +195,7 @@ def serving(name: str, program: list[str], folder: Path, endpoints: Endpoints, m
         while b"at http://" not in (text := log.read_bytes()) or not text.endswith(b"\n"):
             assert process.poll() is None and time.monotonic() < deadline, text
             time.sleep(0.1)
-        address = text.partition(b"at http://")[2].split()[0].decode()
+        address = text.partition(b"at http://")[2].split()[0].decode().rstrip(";")
         yield Target(name, address, process.pid, log, endpoints, model)
     finally:
         process.terminate()
@@ -163,6 +214,10 @@ def attack_one(report: Report, target: Target, rng: random.Random, *, short: boo
         "no secret": [(whole(line, body, secret=False), True, False) for line, body in refused],
         "broken requests": [(data, False, True) for data in broken_heads],
     }
+    if target.name == "tinker":
+        line, model = "POST /api/v1/forward_backward", target.client()["MODEL"]
+        sent_messages = messages(rng, model, 100 if short else 1000)
+        groups["messages"] = [(whole(line, body), True, True) for body in sent_messages]
     target.honest()
     before, sent = Usage.of(target.pid, target.log), 0
     for name, inputs in groups.items():
@@ -210,6 +265,33 @@ def dumped(line: str, fields: dict[str, Any]) -> bytes:
     """Return a body, or one with a block of it that the line names after `#`."""
     block = line.partition("#")[2]
     return json.dumps({"input_ids": [5], block: fields} if block else fields).encode()
+
+
+def with_names(target: Target) -> Target:
+    """Return the Tinker API with bodies that name a model, a session and a sampler which it has."""
+    text, found = json.dumps({line: [right, [*fields]] for line, (right, fields) in _TINKER.items()}), target.client()
+    for name, value in found.items():
+        text = text.replace(name, value)
+    endpoints = {f"POST /api/v1/{path}": (right, fields) for path, (right, fields) in json.loads(text).items()}
+    trainers = [
+        one for one in psutil.Process(target.pid).children(recursive=True) if "serve.py" in " ".join(one.cmdline())
+    ]
+    return replace(target, endpoints=endpoints, pid=trainers[-1].pid)
+
+
+def messages(rng: random.Random, model: str, count: int) -> Iterator[bytes]:
+    """Yield messages for forward_backward, most of them damaged."""
+    values = proto.Tensor(dense=struct.pack("<2q", 6, 7), dtype=proto.DTYPE_INT64, shape=[2])
+    weights = proto.Tensor(dense=struct.pack("<2f", 1.0, 1.0), dtype=proto.DTYPE_FLOAT32, shape=[2])
+    text = proto.Chunk(encoded_text=proto.EncodedTextChunk(tokens=struct.pack("<2i", 5, 6)))
+    datum = proto.Datum(model_input=[text], loss_fn_inputs={"target_tokens": values, "weights": weights})
+    right = proto.ForwardBackwardRequest(model_id=model, seq_id=1, data=[datum], loss_fn="cross_entropy")
+    for number in range(count):
+        right.seq_id = number + 1
+        damaged = bytearray(right.SerializeToString())
+        for _ in range(rng.randrange(4)):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        yield bytes(damaged[: rng.choice([len(damaged), rng.randrange(len(damaged))])])
 
 
 def whole(line: str, body: bytes, *, secret: bool = True) -> bytes:
