@@ -54,9 +54,9 @@ ROOM_CEILINGS = {
     "__init__.py": 93,
     "agent": 1714,
     "algorithms": 883,
-    "api": 2848,
+    "api": 2856,
     "chat": 584,
-    "cli": 2097,
+    "cli": 2098,
     "core": 2136,
     "dataset": 1019,
     "engine": 2680,
@@ -78,9 +78,9 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 30767,
+    "code of the package": 30776,
     "files of a GRPO run": 145,
-    "code of a GRPO run": 18779,
+    "code of a GRPO run": 18787,
     "import depth": 18,
     "keys of a GRPO config": 361,
     "lines of pages": 6126,

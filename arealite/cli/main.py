@@ -3,6 +3,8 @@
 Without a command, `key=value` arguments are those of `train`.
 """
 
+import atexit
+import gc
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -39,6 +41,7 @@ _TRAIN_OPTIONS = ("--config", "--dry-run", "--model", "--data", "--reward", "--s
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit status."""
+    atexit.register(gc.freeze)  # else Python searches all of torch for garbage at its end, for a second
     with until_reader_leaves():
         return _run(sys.argv[1:] if argv is None else argv)
 

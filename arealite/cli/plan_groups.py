@@ -28,7 +28,7 @@ from arealite.api.cli_args import (
     WorkersConfig,
     load_expr_config,
 )
-from arealite.api.config.loader import given_value
+from arealite.api.config.loader import read_overrides, read_yaml
 from arealite.api.errors import ConfigError, require
 from arealite.api.run_folder import RunFolder, numbered
 from arealite.core.graph import DataFlowGraph
@@ -95,11 +95,9 @@ def show(console: Console, config: BaseExperimentConfig, folder: RunFolder, num_
 
 def load_config(config_file: str, overrides: Sequence[str]) -> BaseExperimentConfig:
     """Load a config, of the class of its blocks."""
-    argv = ["--config", config_file, *overrides]
-    if given_value("model", config_file, overrides) is not None:
-        return load_expr_config(argv, SFTConfig, ignore_unknown=True)[0]
-    kind = GRPOConfig if given_value("critic", config_file, overrides) is None else PPOConfig
-    return load_expr_config(argv, kind, ignore_unknown=True)[0]
+    blocks = read_yaml(config_file) | read_overrides([*overrides])
+    kind = SFTConfig if blocks.get("model") else PPOConfig if blocks.get("critic") else GRPOConfig
+    return load_expr_config(["--config", config_file, *overrides], kind, ignore_unknown=True)[0]
 
 
 def graph_of(config: BaseExperimentConfig) -> DataFlowGraph:

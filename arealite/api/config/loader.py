@@ -6,7 +6,9 @@ several keys, and its `check()` refuses contradictions.
 Every failure is a ConfigError that names key, value and fix. Only the YAML file is read and nothing is written.
 """
 
+import copy
 import difflib
+import functools
 import itertools
 import json
 import logging
@@ -236,13 +238,13 @@ def _resolve(
     config_cls: type[BaseExperimentConfig], sources: Sources, keys: Keys, config_file: str
 ) -> tuple[Tree, Tree]:
     """Merge the given values into the defaults, fill in keys that follow others; return references and values."""
-    given = cast(Tree, OmegaConf.to_container(OmegaConf.merge(*map(OmegaConf.create, sources.values()))))
+    given = functools.reduce(_merged, sources.values())
     defaults = config_cls().model_dump()
     for key in keys.values():
         is_given = key.block is not None and isinstance(lookup(given, key.name), dict)
         if is_given and lookup(defaults, key.name) is None:
             lookup(defaults, key.parent)[key.leaf] = cast(Any, key.block)().model_dump()
-    tree = cast(Tree, OmegaConf.to_container(OmegaConf.merge(defaults, given)))
+    tree = _merged(defaults, given)
     absent = {name for name, value in tree.items() if value is None}
     for name, source in config_cls.sources().items():
         block, _, leaf = name.rpartition(".")
@@ -256,6 +258,15 @@ def _resolve(
             fix = f"Set it in {config_file} or add {key.name}=... to the command."
             raise ConfigError(f"{key.name} must be given: got nothing. {fix} ({key.doc})")
     return tree, cast(Tree, OmegaConf.to_container(OmegaConf.create(tree), resolve=True, throw_on_missing=True))
+
+
+def _merged(tree: Any, given: Any) -> Any:
+    """Return a tree with the given values in place of its own, as `OmegaConf.merge`, which takes ten times as long."""
+    if given == MISSING:
+        return tree
+    if not (isinstance(tree, dict) and isinstance(given, dict)):
+        return copy.deepcopy(given)
+    return tree | {name: _merged(tree[name], value) if name in tree else value for name, value in given.items()}
 
 
 def _repeats_a_name(sources: Sources, name: str, source: str) -> bool:
