@@ -154,7 +154,7 @@ venv = [ -e '$(1)/installed-$(2)' ] || { rm -rf $(1) && $(PYTHON) -m venv $(1) &
 	$(1)/bin/python -m pip install -q $(3) $(subst +, ,$(2)) && touch '$(1)/installed-$(2)'; }
 CONSTRAINED = $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
-test-ecosystem: $(VENV)/.installed-dev            ## run what people have: environments of verifiers and OpenEnv, all tasks of reasoning-gym, recipes of the Tinker cookbook (10 minutes; installs each)
+test-ecosystem: $(VENV)/.installed-dev            ## run what people have: environments of verifiers and OpenEnv, all tasks of reasoning-gym, recipes of the Tinker cookbook (4 minutes; installs each)
 	@$(call venv,$(ECOSYSTEM_VENV),$(ECOSYSTEM))
 	@$(call venv,$(OPENENV_VENV),$(OPENENV))
 	@$(call venv,$(TINKER_VENV),$(TINKER),$(CONSTRAINED),$(if $(TORCH_INDEX),$(TINKER_VENV)/bin/python -m pip install -q \
@@ -163,7 +163,7 @@ test-ecosystem: $(VENV)/.installed-dev            ## run what people have: envir
 	@tests=tests/ecosystem/test_verifiers.py; $(ECOSYSTEM_VENV)/bin/uv -q run --no-project --no-config --with httpx python -c 'import httpx' || \
 		{ tests=; echo "SKIPPED: environments of verifiers, as uv, by which it starts agents, reaches no index"; }; \
 	OMP_NUM_THREADS=1 VERIFIERS_PYTHON=$(abspath $(ECOSYSTEM_VENV))/bin/python OPENENV_PYTHON=$(abspath $(OPENENV_VENV))/bin/python \
-		TINKER_PYTHON=$(abspath $(TINKER_VENV))/bin/python $(VENV)/bin/python -m pytest -q -m slow $$tests \
+		TINKER_PYTHON=$(abspath $(TINKER_VENV))/bin/python $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile -m slow $$tests \
 		tests/ecosystem/test_openenv.py tests/ecosystem/test_tinker.py tests/reward/test_gym_reward.py $(ARGS)
 
 test-options: $(VENV)/.installed-dev            ## compile a model (a minute)
