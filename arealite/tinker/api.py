@@ -9,7 +9,6 @@ be changed.
 import asyncio
 import hmac
 import logging
-import math
 import queue
 import shutil
 import time
@@ -71,11 +70,6 @@ class _Model:
     loss: float = 0.0  # since the last step
 
 
-class _Future(NamedTuple):
-    name: _Name  # of the request
-    task: asyncio.Task[Any]
-
-
 class TinkerApi:
     """Serves until closed. Whoever gets the `commands` runs them in order."""
 
@@ -86,7 +80,7 @@ class TinkerApi:
         self._models: dict[str, _Model] = {}
         self._samplers: dict[str, str] = {}  # path of the checkpoint
         self._unnamed: defaultdict[str, deque[str]] = defaultdict(deque)  # paths, by model
-        self._futures: OrderedDict[str, _Future] = OrderedDict()
+        self._futures: OrderedDict[str, tuple[_Name, asyncio.Task[Any]]] = OrderedDict()  # with the request's name
         self._ids: dict[_Name, str] = {}  # futures by what asked for them
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._answer])
         for path, kind, handle in self._endpoints():
@@ -112,7 +106,7 @@ class TinkerApi:
             ("telemetry", None, lambda _: {"status": "accepted"}),
             ("create_session", None, self._create_session),
             ("session_heartbeat", types.SessionHeartbeatRequest, self._beat),
-            ("sessions/{session}/finish", None, self._finish_session),
+            ("sessions/{session}/finish", None, lambda _: {}),  # its heartbeats end, too
             ("create_model", types.CreateModelRequest, self._create_model),
             ("get_info", types.GetInfoRequest, self._get_info),
             ("weights_info", _Checkpoint, lambda body: asdict(self._engine.settings_of(body.tinker_path)) | _IS_LORA),
@@ -155,11 +149,11 @@ class TinkerApi:
         request = self._ids[name] = uuid.uuid4().hex
         task = asyncio.get_running_loop().create_task(work)
         task.add_done_callback(lambda _: task.cancelled() or task.exception())  # a client may never ask for it
-        self._futures[request] = _Future(name, task)
-        oldest = next(iter(self._futures.values()))
-        if len(self._futures) > _NUM_FUTURES and oldest.task.done():
+        self._futures[request] = name, task
+        oldest_name, oldest = next(iter(self._futures.values()))
+        if len(self._futures) > _NUM_FUTURES and oldest.done():
             self._futures.popitem(last=False)
-            self._ids.pop(oldest.name, None)
+            self._ids.pop(oldest_name, None)
         return {"request_id": request, "model_id": model}
 
     async def _run(self, method: str, **arguments: Any) -> Any:
@@ -181,7 +175,7 @@ class TinkerApi:
         name = types.FutureRetrieveRequest.model_validate_json(await request.read()).request_id
         if name not in self._futures:
             raise _UnknownError(f"request_id must be one of the last {_NUM_FUTURES}: got {name}.")
-        task = self._futures[name].task
+        _, task = self._futures[name]
         await asyncio.wait({task}, timeout=_POLL_S)
         if not task.done():
             again = {"type": "try_again", "request_id": name, "queue_state": "active"}
@@ -198,19 +192,13 @@ class TinkerApi:
     # Sessions and models
 
     def _create_session(self, _: Body) -> Body:
-        session = uuid.uuid4().hex
-        self._sessions[session] = time.monotonic()
-        return {"type": "create_session", "session_id": session}
+        self._sessions[session := uuid.uuid4().hex] = time.monotonic()
+        return {"session_id": session}
 
     def _beat(self, body: types.SessionHeartbeatRequest) -> Body:
         if body.session_id not in self._sessions:
             raise _UnknownError(f"session_id must be an open session: got {body.session_id}. Connect again.")
         self._sessions[body.session_id] = time.monotonic()
-        return {"type": "session_heartbeat"}
-
-    def _finish_session(self, body: Body) -> Body:
-        if (session := body["session"]) in self._sessions:
-            self._sessions[session] = -math.inf  # its models make room for others
         return {}
 
     def _require_base(self, base_model: str | None) -> None:
@@ -253,9 +241,8 @@ class TinkerApi:
         return model
 
     def _get_info(self, body: types.GetInfoRequest) -> Body:
-        settings = self._require_model(body.model_id).settings
-        name = settings.base_model
-        model = {"type": "get_info", "model_id": body.model_id, "model_name": name, "lora_rank": settings.lora_rank}
+        rank, name = self._require_model(body.model_id).settings.lora_rank, self._engine.base_model
+        model = {"model_id": body.model_id, "model_name": name, "lora_rank": rank}
         return model | {"model_data": {"model_name": name, "tokenizer_id": name}} | _IS_LORA
 
     # Training
@@ -284,10 +271,8 @@ class TinkerApi:
         def answer(norm: float) -> Body:
             model.num_steps += 1
             numbers = f"loss {model.loss:.6g} | gradient norm {norm:.3g} | lr {params.learning_rate:.3g}"
-            print(
-                f"model {body.model_id[:8]}:{body.model_id.rpartition(':')[2]} | step {model.num_steps} | {numbers}",
-                flush=True,
-            )
+            name = f"{body.model_id[:8]}:{body.model_id.rpartition(':')[2]}"
+            print(f"model {name} | step {model.num_steps} | {numbers}", flush=True)
             model.loss = 0.0
             return {"metrics": {"grad_norm": norm}}
 
@@ -337,8 +322,7 @@ class TinkerApi:
     # Samplers
 
     def _sampler_of(self, path: str) -> str:
-        sampler = uuid.uuid4().hex
-        self._samplers[sampler] = path
+        self._samplers[sampler := uuid.uuid4().hex] = path
         return sampler
 
     def _create_sampler(self, body: types.CreateSamplingSessionRequest) -> Body:
@@ -346,8 +330,7 @@ class TinkerApi:
             self._require_base(body.base_model)
         else:
             self._engine.settings_of(body.model_path)
-        sampler = self._sampler_of(body.model_path or BASE)
-        return {"type": "create_sampling_session", "sampling_session_id": sampler}
+        return {"sampling_session_id": self._sampler_of(body.model_path or BASE)}
 
     def _path_of(self, sampler: str | None) -> str:
         if sampler not in self._samplers:

@@ -214,9 +214,7 @@ class Models:
         folder, settings = self.folder_of(path), self.settings_of(path)
         whole = load_file(folder / lora.FILE)
         if any(whole[name].shape != one.shape for name, one in self._names.items()):
-            raise ValueError(
-                f"{path} must be of a server with --lora-rank {self.lora_rank}: got others. Start such a one."
-            )
+            raise ValueError(f"{path} must be of a server with the same --lora-rank: got another. Start such a one.")
         self._write([_own_part(whole[name], one) for name, one in self._names.items()], settings.lora_rank)
 
     @torch.no_grad()

@@ -52,13 +52,12 @@ def sampling_of(params: types.SamplingParams, room: int) -> GenerationHyperparam
     stop = [params.stop] if isinstance(params.stop, str) else params.stop
     if stop is not None and not stop:
         raise ValueError("stop must be left out or name something: got an empty list, which is not implemented.")
-    texts = [one for one in stop or () if isinstance(one, str)]
     return GenerationHyperparameters(
         max_new_tokens=min(room, room if params.max_tokens is None else params.max_tokens),
         greedy=params.temperature == 0,
         temperature=params.temperature or 1.0,
         top_p=params.top_p,
         **({} if params.top_k < 0 else {"top_k": params.top_k}),
-        stop=texts,
+        stop=[one for one in stop or () if isinstance(one, str)],
         stop_token_ids=[one for one in stop or () if not isinstance(one, str)],
     )

@@ -49,39 +49,27 @@ def _tokens_of(datum: Any, index: int) -> np.ndarray:
     for chunk in datum.model_input:
         if (kind := chunk.WhichOneof("chunk")) != "encoded_text":
             raise ValueError(f"datum {index} must be of encoded text: got a chunk of {kind}. Remove it.")
-    return _numbers(b"".join(chunk.encoded_text.tokens for chunk in datum.model_input), "<i4", f"datum {index}")
+    return np.frombuffer(b"".join(chunk.encoded_text.tokens for chunk in datum.model_input), "<i4")
 
 
 def _array(tensor: Any, what: str, num_tokens: int) -> np.ndarray:
     """Return a tensor, which must have a number for each token."""
-    if (
-        tensor.dtype not in _DTYPES
-        or tensor.WhichOneof("encoding") != "dense"
-        or [*tensor.shape] not in ([], [num_tokens])
-    ):
-        raise ValueError(
-            f"{what} must be dense, float32 or int64, with a number for each of {num_tokens} tokens: got shape "
-            f"{[*tensor.shape]}. Several targets per token are not implemented."
-        )
-    values = _numbers(tensor.dense, _DTYPES[tensor.dtype], what)
+    dtype, is_dense, shape = _DTYPES.get(tensor.dtype), tensor.WhichOneof("encoding") == "dense", [*tensor.shape]
+    if dtype is None or not is_dense or shape not in ([], [num_tokens]):
+        rule = f"must be dense, float32 or int64, with a number for each of {num_tokens} tokens"
+        raise ValueError(f"{what} {rule}: got shape {shape}. Several targets per token are not implemented.")
+    values = np.frombuffer(tensor.dense, dtype)  # a ValueError if bytes are missing
     if len(values) != num_tokens or not np.isfinite(values).all():
         raise ValueError(f"{what} must be {num_tokens} finite numbers: got {len(values)}. Correct it.")
     return values
-
-
-def _numbers(raw: bytes, dtype: str, what: str) -> np.ndarray:
-    if len(raw) % int(dtype[-1]):
-        raise ValueError(f"{what} must be whole numbers of {dtype[-1]} bytes: got {len(raw)} bytes. Correct it.")
-    return np.frombuffer(raw, dtype)
 
 
 def write_output(logprobs_BS: torch.Tensor, lengths: Sequence[int], metrics: Mapping[str, float]) -> bytes:
     """Return the logprobs of the target tokens of each datum, and the metrics of a loss."""
     rows = [row[:length].numpy() for row, length in zip(logprobs_BS.float(), lengths, strict=True)]
     offsets = np.cumsum([0, *(row.nbytes for row in rows)], dtype="<i8").tobytes()
-    field = proto.BatchedTensor(
-        data=b"".join(row.tobytes() for row in rows), offsets=offsets, dtype=proto.DTYPE_FLOAT32
-    )
+    values = b"".join(row.tobytes() for row in rows)
+    field = proto.BatchedTensor(data=values, offsets=offsets, dtype=proto.DTYPE_FLOAT32)
     record = proto.ArrayRecord(fields={"logprobs": field}, num_datums=len(rows))
     output = proto.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", loss_fn_outputs=[record], metrics=metrics)
     return output.SerializeToString()
