@@ -68,7 +68,7 @@ ROOM_CEILINGS = {
     "rollout": 2289,
     "server": 510,
     "simulate": 654,
-    "tinker": 699,
+    "tinker": 700,
     "trainer": 872,
     "utils": 2132,
     "viewer": 989,
@@ -78,7 +78,7 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 30749,
+    "code of the package": 30750,
     "files of a GRPO run": 145,
     "code of a GRPO run": 18787,
     "import depth": 18,

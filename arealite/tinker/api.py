@@ -282,7 +282,8 @@ class TinkerApi:
 
     def _new_path(self, body: Any, kind: str, *, overwrites: bool = False) -> str:
         path = f"tinker://{body.model_id}/{kind}/{body.path or uuid.uuid4().hex}"
-        if self._engine.folder_of(path).exists() and not overwrites:
+        is_repeated = (body.model_id, body.seq_id) in self._ids
+        if self._engine.folder_of(path).exists() and not (overwrites or is_repeated):
             raise ValueError(f"path must be new: got {body.path}, which exists. Choose another one, or overwrite.")
         return path
 

@@ -261,6 +261,11 @@ def test_a_request_that_is_sent_again_runs_once(server: Server) -> None:
     for _ in range(2):
         result = server.ask("retrieve_future", {"request_id": first["request_id"]}).json()
         assert math.isfinite(result["metrics"]["grad_norm"])
+    saving = {"model_id": model.model_id, "seq_id": 100, "path": "once"}
+    saved = server.ask("save_weights", saving).json()["request_id"]
+    assert server.ask("retrieve_future", {"request_id": saved}).json()["path"].endswith("/weights/once")
+    assert server.ask("save_weights", saving).json()["request_id"] == saved
+    assert "path must be new: got once" in server.ask("save_weights", saving | {"seq_id": 101}).text
 
 
 def test_what_a_client_is_told(server: Server) -> None:
