@@ -17,7 +17,6 @@ from arealite.algorithms.logprobs import count_loss_tokens
 from arealite.api.alloc_mode import ParallelSizes
 from arealite.api.cli_args import CorrectionConfig, DPOEngineConfig, MicroBatchSpec
 from arealite.api.config.algorithm import PRESETS
-from arealite.engine import fsdp_engine
 from arealite.engine.dpo.dpo_engine import DPOEngine
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.hf_model import build_meta_model, logits_of, return_hidden_states
@@ -58,12 +57,12 @@ class MetaEngine(FSDPEngine):
 
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MetaEngine]:
-    def end_of_loop(parameters: Any, *_: object) -> None:
+    def end_of_loop(engine: FSDPEngine, *_: object) -> None:
         """Stand where `train_batch` reads its first number."""
-        assert all(parameter.grad is not None for parameter in parameters)
+        assert all(parameter.grad is not None for parameter in engine.model.parameters())
         raise LoopDone
 
-    monkeypatch.setattr(fsdp_engine, "clip_gradients", end_of_loop)
+    monkeypatch.setattr(FSDPEngine, "_mean_over_ranks", end_of_loop)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield MetaEngine(write_model(tmp_path))
     dist.destroy_process_group()
