@@ -54,9 +54,9 @@ ROOM_CEILINGS = {
     "__init__.py": 93,
     "agent": 1714,
     "algorithms": 883,
-    "api": 2856,
+    "api": 2855,
     "chat": 584,
-    "cli": 2098,
+    "cli": 2100,
     "core": 2136,
     "dataset": 1019,
     "engine": 2680,
@@ -78,9 +78,9 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 30750,
+    "code of the package": 30751,
     "files of a GRPO run": 145,
-    "code of a GRPO run": 18787,
+    "code of a GRPO run": 18786,
     "import depth": 18,
     "keys of a GRPO config": 361,
     "lines of pages": 6140,

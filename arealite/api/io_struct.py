@@ -41,6 +41,7 @@ class ModelRequest:
     image_token_id: int | None = None
     """Id of the placeholders."""
     metadata: dict[str, Any] = field(default_factory=dict)
+    """`seed` is the sampling seed of a request outside of episodes."""
     seed_key: str | None = None
 
 

@@ -96,7 +96,8 @@ def show(console: Console, config: BaseExperimentConfig, folder: RunFolder, num_
 def load_config(config_file: str, overrides: Sequence[str]) -> BaseExperimentConfig:
     """Load a config, of the class of its blocks."""
     blocks = read_yaml(config_file) | read_overrides([*overrides])
-    kind = SFTConfig if blocks.get("model") else PPOConfig if blocks.get("critic") else GRPOConfig
+    with_critic = PPOConfig if blocks.get("critic") is not None else GRPOConfig
+    kind = with_critic if blocks.get("model") is None else SFTConfig
     return load_expr_config(["--config", config_file, *overrides], kind, ignore_unknown=True)[0]
 
 

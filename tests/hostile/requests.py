@@ -1,4 +1,4 @@
-"""Junk towards a real embedded server and a real registry: requests of every kind, with the secret and without it.
+"""Junk towards a real embedded server, registry and Tinker API: requests of every kind, with the secret and without it.
 
 Invariants: a whole request is answered, and never as a defect of the server (500); without the secret nothing is but
 GET /health; an honest client is served in between and afterwards; what a server keeps is bounded.
@@ -169,7 +169,7 @@ class Target:
 
 
 def attack(report: Report, folder: Path, rng: random.Random, *, short: bool) -> None:
-    """Try all groups at both servers."""
+    """Try all groups at each server."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     model = save_qwen3(folder / "model", seed=1)
     lite = ["arealite.server", "--model-path", model, "--port", "0", "--context", "64", "--slots", "8"]

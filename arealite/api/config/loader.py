@@ -91,8 +91,7 @@ def given_value(key: str, config_file: str, overrides: Sequence[str]) -> Any:
 
 def as_given(config_file: str, overrides: Sequence[str]) -> str:
     """Return the file with the overrides laid over it, as YAML: defaults are left out, and references stay."""
-    trees = (read_yaml(config_file), read_overrides([*overrides]))
-    return OmegaConf.to_yaml(OmegaConf.merge(*(OmegaConf.create(tree) for tree in trees)))
+    return OmegaConf.to_yaml(OmegaConf.create(_merged(read_yaml(config_file), read_overrides([*overrides]))))
 
 
 def to_yaml(config: BaseExperimentConfig) -> str:
@@ -266,7 +265,7 @@ def _merged(tree: Any, given: Any) -> Any:
         return tree
     if not (isinstance(tree, dict) and isinstance(given, dict)):
         return copy.deepcopy(given)
-    return tree | {name: _merged(tree[name], value) if name in tree else value for name, value in given.items()}
+    return tree | {name: _merged(tree.get(name, MISSING), value) for name, value in given.items()}
 
 
 def _repeats_a_name(sources: Sources, name: str, source: str) -> bool:
