@@ -83,7 +83,9 @@ class Server:
         done = subprocess.run(
             command, cwd=self.folder, env=env, capture_output=True, text=True, timeout=300, check=False
         )
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:] + self.told()[-3000:]
+        # Not by its exit status: a daemon thread of the SDK may abort the interpreter that ends (seen on busy cores).
+        ended = "Training completed successfully" in done.stderr
+        assert ended, f"{done.returncode}\n{done.stdout[-3000:]}{done.stderr[-3000:]}{self.told()[-3000:]}"
         return [json.loads(line) for line in (self.folder / log / "metrics.jsonl").read_text().splitlines()]
 
 
