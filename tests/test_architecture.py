@@ -59,8 +59,8 @@ ROOM_CEILINGS = {
     "cli": 2100,
     "core": 2136,
     "dataset": 1019,
-    "engine": 2680,
-    "generation": 897,
+    "engine": 2682,
+    "generation": 943,
     "inference": 2553,
     "launcher": 2590,
     "planner": 700,
@@ -70,7 +70,7 @@ ROOM_CEILINGS = {
     "simulate": 654,
     "tinker": 700,
     "trainer": 872,
-    "utils": 2132,
+    "utils": 2133,
     "viewer": 989,
     "watchdog": 217,
     "weights": 188,
@@ -78,12 +78,12 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 30751,
+    "code of the package": 30800,
     "files of a GRPO run": 145,
-    "code of a GRPO run": 18786,
+    "code of a GRPO run": 18835,
     "import depth": 18,
     "keys of a GRPO config": 361,
-    "lines of pages": 6140,
+    "lines of pages": 6141,
     "lines of README.md": 130,
 }
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 600

@@ -1,8 +1,8 @@
 """The forward pass over packed sequences: exact causal attention for transformers, its selection, inputs with images.
 
 Each sequence of a packed row attends only to itself. Models that mix tokens differently (chunked or linear attention,
-sinks, soft-capped scores) are refused. A compiled layer gets the sequence bounds as a tensor: a list would recompile
-for every number of sequences.
+sinks, soft-capped scores) are refused. A compiled layer gets the sequence bounds as a tensor, or in an object: a list
+would recompile for every number of sequences.
 
 Invariant: every micro-batch of every rank of a vision model runs the vision tower, because its layers are collectives
 over all ranks. A micro-batch without images gets an extra sequence with an empty image, which is dropped.
@@ -61,6 +61,13 @@ def _has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+class OnCPU:
+    """A tensor among a layer's arguments that stays on the CPU: FSDP copies others, which all layers would wait for."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
 def sequence_bounds(attention: str, lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
     """Return the keyword arguments of a model's forward that describe sequences of these `lengths` to an attention.
 
@@ -68,7 +75,7 @@ def sequence_bounds(attention: str, lengths: Sequence[int], device: torch.device
     """
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     if attention == PACKED_SDPA:
-        return {"cu_seqlens": bounds}  # on the CPU, where it splits tensors
+        return {"cu_seqlens": OnCPU(bounds)}  # where it splits tensors
     bounds, longest = on_device(bounds, device), max(lengths)
     if attention == PACKED_VARLEN:
         return {"cu_seqlens": bounds, "max_length": longest}
@@ -89,7 +96,7 @@ def packed_sdpa(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    cu_seqlens: torch.Tensor,
+    cu_seqlens: OnCPU,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -97,10 +104,10 @@ def packed_sdpa(
 ) -> tuple[torch.Tensor, None]:
     """Attend within each sequence by SDPA; takes `[1, H, N, D]` and `[1, K, N, D]`, returns `[1, N, H, D]`.
 
-    `cu_seqlens [S + 1]` is on the CPU.
+    `cu_seqlens` is `[S + 1]`.
     """
     _require_plain(module, kwargs)
-    lengths = cu_seqlens.diff().tolist()
+    lengths = cu_seqlens.tensor.diff().tolist()
     sequences = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2))
     outputs = [_sdpa(q, k, v, sliding_window, dropout_p=dropout, scale=scaling) for q, k, v in sequences]
     return torch.cat(outputs, dim=2).transpose(1, 2), None

@@ -1,10 +1,15 @@
 """Runs any Hugging Face causal language model over our slot cache, by the model's own forward, so that logprobs equal
-the trainer's. A model for which our attention differs (recurrent state, attention sinks) is refused on loading."""
+the trainer's. A model for which our attention differs (recurrent state, attention sinks) is refused on loading.
+
+On a GPU, decoding runs as CUDA graphs: Python launches the kernels of a small model more slowly than they run. A graph
+has one shape, so numbers of sequences and lengths are rounded up. Added rows write to the last position of their slots,
+which no sequence uses: the last token of the longest sequence has no successor."""
 
 # n sequences, N packed tokens, V vocabulary, H hidden size, L tokens of a prompt
 
+import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +21,10 @@ from transformers import PreTrainedModel
 from arealite.generation.slot_attention import ATTENTION_NAME, PackedPrefill, SlotCache, SlotDecode, SlotStep
 from arealite.utils.hf import as_in_checkpoint, require_fixed_rope
 from arealite.utils.images import Images, placeholder_mask, rope_positions, sees_images
+from arealite.utils.tensors import on_device
 
 logger = logging.getLogger(__name__)
+MAX_GRAPHS = 64  # each costs memory
 
 
 class ModelRunner:
@@ -54,6 +61,10 @@ class ModelRunner:
         self.weight_shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.cache = SlotCache(model, slots=slots, context=context)
+        is_dense = not any(getattr(config, name, None) for name in ("num_experts", "num_local_experts"))
+        self._graphs: DecodeGraphs | None = None
+        if self.device.type == "cuda" and is_dense and not deterministic:  # choosing experts reads numbers
+            self._graphs = DecodeGraphs(self.decode_step, slots=slots, context=context, device=self.device)
         self._check_against_reference()
 
     def prefill(
@@ -90,9 +101,16 @@ class ModelRunner:
         if self.deterministic and len(tokens) > 1:
             rows = [slice(row, row + 1) for row in range(len(tokens))]
             return torch.cat([self.decode(tokens[row], positions[row], row.start, shifts[row]) for row in rows])
-        inputs_3n = torch.from_numpy(np.stack([np.array(tokens), positions, positions + shifts])).to(self.device)
+        inputs_3n = on_device(torch.from_numpy(np.stack([tokens, positions, positions + shifts])), self.device)
+        length = int(positions.max()) + 1
+        if self._graphs is not None and first_slot == 0:
+            return self._graphs.decode(inputs_3n, length)
+        return self.decode_step(inputs_3n, length, first_slot)
+
+    def decode_step(self, inputs_3n: torch.Tensor, length: int, first_slot: int = 0) -> torch.Tensor:
+        """Decode (tokens, positions, rotary positions), `[3, n]`, over caches of at most `length` tokens."""
         tokens_n, positions_n, rotary_n = inputs_3n
-        step = SlotDecode(self.cache, first_slot, positions_n, int(positions.max()) + 1)
+        step = SlotDecode(self.cache, first_slot, positions_n, length)
         return self._forward({"input_ids": tokens_n[:, None]}, rotary_n[:, None], step, 0)[:, 0]
 
     def _with_images(
@@ -189,6 +207,48 @@ class ModelRunner:
             return
         parameter.data = weight
         self._shared.add(name)
+        if self._graphs is not None:  # which read the old storage
+            self._graphs.captured.cache_clear()
+
+
+class DecodeGraphs:
+    """Decoding steps as CUDA graphs, one for each shape, the last used of which are kept."""
+
+    def __init__(
+        self, step: Callable[[torch.Tensor, int], torch.Tensor], *, slots: int, context: int, device: torch.device
+    ) -> None:
+        """`step` is `ModelRunner.decode_step`."""
+        self._step, self._slots, self._context = step, slots, context
+        self._inputs_3n = torch.zeros(3, slots, dtype=torch.int64, device=device)
+        self._logits_nV: torch.Tensor | None = None  # of all graphs, which share this memory too:
+        self._pool = torch.cuda.graph_pool_handle()
+        self.captured = functools.lru_cache(maxsize=MAX_GRAPHS)(self._capture)
+
+    def decode(self, inputs_3n: torch.Tensor, length: int) -> torch.Tensor:
+        """Decode a token of slots 0..n-1; return logits `[n, V]`, which the next call overwrites."""
+        n = inputs_3n.shape[1]
+        num_rows = min(max(8, 1 << (n - 1).bit_length()), self._slots)
+        rounding = max(256, (1 << length.bit_length()) // 16)
+        self._inputs_3n[:, :n] = inputs_3n
+        self._inputs_3n[:, n:num_rows] = 0
+        self._inputs_3n[1, n:num_rows] = self._context - 1
+        self.captured(num_rows, min(-(-length // rounding) * rounding, self._context)).replay()
+        assert self._logits_nV is not None, "the first step has made it"
+        return self._logits_nV[:n]
+
+    def _capture(self, num_rows: int, length: int) -> torch.cuda.CUDAGraph:
+        inputs_3n, stream = self._inputs_3n[:, :num_rows], torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # libraries initialize in the first pass, which must not be captured
+            logits_nV = self._step(inputs_3n, length)
+        torch.cuda.current_stream().wait_stream(stream)
+        if self._logits_nV is None:
+            self._logits_nV = logits_nV.new_empty(self._slots, logits_nV.shape[1])
+        graph = torch.cuda.CUDAGraph()
+        # Another thread, a trainer's, may allocate memory meanwhile.
+        with torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):
+            self._logits_nV[:num_rows] = self._step(inputs_3n, length)
+        return graph
 
 
 def check_shapes(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from arealite.generation.request import SamplingParams
 from arealite.utils.seeding import splitmix64
+from arealite.utils.tensors import on_device
 
 _RANDOM_BITS = 48  # few enough that u * total < total holds in float64 for every u < 1
 
@@ -60,7 +61,7 @@ def sample(
     """Sample tokens at `positions`, `[n]`, from `[n, V]` logits; return them, and logprobs of them and of all ids."""
     logprobs_nV = sampled_logprobs(logits_nV, rows, positions)
     cdf_nV = logprobs_nV.exp().cumsum(-1, dtype=torch.float64)
-    u_n = torch.from_numpy(uniform(rows.seeds, positions)).to(cdf_nV.device)
+    u_n = on_device(torch.from_numpy(uniform(rows.seeds, positions)), cdf_nV.device)
     tokens_n = torch.searchsorted(cdf_nV, (u_n * cdf_nV[:, -1])[:, None], right=True)[:, 0]
     if rows.has_greedy:
         tokens_n = torch.where(rows.greedy, logprobs_nV.argmax(-1), tokens_n)
@@ -79,7 +80,7 @@ def sampled_logprobs(logits_nV: torch.Tensor, rows: SamplingRows, positions: NDA
     """Return the logprobs that tokens are sampled from, `[n, V]`."""
     logits_nV = logits_nV.float()
     if rows.stop_mask is not None:
-        too_early_n = torch.from_numpy(positions < rows.min_length).to(logits_nV.device)
+        too_early_n = on_device(torch.from_numpy(positions < rows.min_length), logits_nV.device)
         logits_nV = logits_nV.masked_fill(rows.stop_mask & too_early_n[:, None], -torch.inf)
     if rows.has_temperature:
         logits_nV = logits_nV / rows.temperatures[:, None]

@@ -212,8 +212,9 @@ def unpack_rows(values: Sequence[torch.Tensor], micro_batches: Sequence[MicroBat
     mask_BS = batch["attention_mask"].bool()
     dtype = values[0].dtype if values else torch.float32
     padded_BS = torch.zeros(mask_BS.shape, dtype=dtype, device=mask_BS.device)
-    for value_N, micro_batch in zip(values, micro_batches, strict=True):
+    at_once = torch.cat(list(values)).to(padded_BS).split([len(value) for value in values]) if values else ()
+    for value_N, micro_batch in zip(at_once, micro_batches, strict=True):  # one wait for the device
         rows_BS = torch.zeros_like(padded_BS[micro_batch.row_indices])
-        rows_BS[mask_BS[micro_batch.row_indices]] = value_N.to(padded_BS)
+        rows_BS[mask_BS[micro_batch.row_indices]] = value_N
         padded_BS[micro_batch.row_indices] = rows_BS
     return padded_BS

@@ -26,6 +26,7 @@ from arealite.engine import packed_attention
 from arealite.engine.packed_attention import (
     PACKED_SDPA,
     PACKED_VARLEN,
+    OnCPU,
     check_packable,
     packed_sdpa,
     pick_attention,
@@ -135,7 +136,9 @@ def test_encoders_are_refused() -> None:
 def test_soft_capped_scores_are_refused() -> None:
     query = torch.zeros(1, 2, 5, 8)
     with pytest.raises(ValueError, match="must not need softcap"):
-        packed_sdpa(torch.nn.Identity(), query, query, query, None, cu_seqlens=torch.tensor([0, 5]), softcap=50.0)
+        packed_sdpa(
+            torch.nn.Identity(), query, query, query, None, cu_seqlens=OnCPU(torch.tensor([0, 5])), softcap=50.0
+        )
 
 
 # Choice
@@ -207,7 +210,7 @@ def test_varlen_attention_gets_windows_and_bounds_as_its_kernel_counts_them(monk
             attend(torch.nn.Identity(), query, key, value, None, **bounds, **options)[0]
             for attend, bounds in (
                 (packed_attention.packed_varlen, {"cu_seqlens": torch.tensor([0, 5, 9]), "max_length": 5}),
-                (packed_attention.packed_sdpa, {"cu_seqlens": torch.tensor([0, 5, 9])}),
+                (packed_attention.packed_sdpa, {"cu_seqlens": OnCPU(torch.tensor([0, 5, 9]))}),
             )
         )
         torch.testing.assert_close(found, expected)

@@ -238,9 +238,8 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], largest: float, mes
             sizes = zip(parameter.grad.device_mesh.shape, parameter.grad.placements, strict=True)
             num_parts = math.prod(size for size, placement in sizes if not isinstance(placement, Replicate))
             kinds.setdefault(num_parts, []).append(parameter.grad.to_local())
-    square = 0.0
-    for num_parts, gradients in kinds.items():
-        square += torch.nn.utils.get_total_norm(gradients).item() ** 2 * num_parts / mesh.ranks_of_stage
+    norms = {num_parts: torch.nn.utils.get_total_norm(gradients).double() for num_parts, gradients in kinds.items()}
+    square = float(sum(norm**2 * num_parts / mesh.ranks_of_stage for num_parts, norm in norms.items()))
     norm = math.sqrt(all_reduce_numbers([square])[0])
     if (factor := largest / (norm + 1e-6)) < 1.0:
         for gradients in kinds.values():
