@@ -22,7 +22,7 @@ PIP          = $(VENV)/bin/python -m pip install --no-compile --disable-pip-vers
 # Bytecode is kept, also where the environment forbids it: a run of the tests imports the package a hundred times.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-examples test-install test-benchmarks test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-simulate test-parallel test-hostile test-agents test-ecosystem test-options test-sandbox test-view pictures test-mistakes test-core test-core-faults test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime benchmark-burst benchmark-scale benchmark-core benchmark-agents benchmark-algorithms benchmark-data benchmark-logprobs benchmark-async benchmark-step benchmark-original benchmark-packing benchmark-busy benchmark-parallel benchmark-weights benchmark-memory benchmark-gpu simulate-validate lint format docs clean
+.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-examples test-install test-benchmarks test-speed test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-simulate test-parallel test-hostile test-agents test-ecosystem test-options test-sandbox test-view pictures test-mistakes test-core test-core-faults test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime benchmark-burst benchmark-scale benchmark-core benchmark-agents benchmark-algorithms benchmark-data benchmark-logprobs benchmark-async benchmark-step benchmark-original benchmark-packing benchmark-busy benchmark-parallel benchmark-weights benchmark-memory benchmark-gpu simulate-validate lint format docs clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -81,6 +81,9 @@ test-benchmarks: $(VENV)/.installed-dev            ## run every benchmark except
 
 WRAPPERS = $(VENV)/bin/python -m pytest -q
 SERVERS = PYTHONPATH=tests $(VENV)/bin/python -m servers
+
+test-speed: $(VENV)/.installed-dev            ## compare the CPU time of packing, episodes and weight updates with that of plain code (1 minute)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/gate.py $(ARGS)
 
 test-secret: $(VENV)/.installed-dev            ## search logs, files, environments and command lines of a failing run for its secret (1 minute)
 	$(VENV)/bin/python -m pytest -m slow tests/test_secret_of_runs.py $(ARGS)
