@@ -65,6 +65,44 @@ def test_what_was_measured_reads_as_text(name: str, monkeypatch: pytest.MonkeyPa
     assert TEXTS[name] in described(json.loads(lines[3 if name == "weight_sync" else 0]))
 
 
+def last(name: str, **where: object) -> dict[str, Any]:
+    """Return the last recorded result of a script with these values."""
+    rows = map(json.loads, (BENCHMARKS / "results" / f"{name}.jsonl").read_text().splitlines())
+    return [row for row in rows if all(row.get(key) == value for key, value in where.items())][-1]
+
+
+def quoted(name: str, key: str, *cases: str, of: str = "case", digits: int = 1, **where: object) -> str:
+    return "; ".join(f"{last(name, **{of: case} | where)[key]:.{digits}f}" for case in cases)
+
+
+ENGINE = ("equal", "exponential", "turns")
+MEMORY = [last("memory", case=case)["terms"]["all"]["ratio"] for case in ("plain", "copies")]
+QUOTES = {
+    "asynchronous over our own": quoted("async_vs_sync", "ratio", "uniform", "long-tail", "tools", digits=2),
+    "embedded server over": quoted("engine", "ratio_generate_s", *ENGINE, threads=2),
+    "the same over vLLM": "; and ".join(quoted("engine", f"ratio_{one}_s", *ENGINE) for one in ("vllm", "sglang")),
+    "an asynchronous step of": quoted("grpo_step", "asynchronous_wall_s_ratio", "fixed", "early", "tail"),
+    "pause of generation": f"{1e3 * last('weight_sync', model='quickstart')['broadcast_pause_s']:.0f} ms; "
+    f"{last('weight_sync', model='large')['broadcast_pause_s']:.1f} s",
+    "memory of a training step": f"{min(MEMORY):.2f} to {max(MEMORY):.2f}",
+    "seconds of a step on a worker": "; ".join(
+        f"{last('core', case='step')[f'{one}_ratio']:.2f}" for one in ("migrated", "graph")
+    ),
+}
+
+
+def test_the_table_of_the_readme_quotes_the_last_results() -> None:
+    table = (BENCHMARKS.parent / "README.md").read_text().partition("## Measured")[2].partition("##")[0]
+    rows = [
+        line.strip("| ").rsplit(" | ", 1) for line in table.splitlines() if line.startswith("| ") and line != "| | |"
+    ]
+    assert dict(rows) == {
+        name: next((quote for beginning, quote in QUOTES.items() if name.startswith(beginning)), None)
+        for name, _ in rows
+    }
+    assert len(rows) == len(QUOTES)
+
+
 def test_the_plot_of_large_clusters_shows_what_was_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     scale = loaded("scale.py", monkeypatch)
     results = [json.loads(line) for line in scale["RESULTS"].read_text().splitlines()]
