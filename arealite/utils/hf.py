@@ -13,6 +13,8 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from arealite.utils.images import image_processor_of, sees_images
 
+# cuDNN's attention, torch's first choice on Hopper since 2.11, builds a plan of tens of ms for every batch and length.
+torch.backends.cuda.enable_cudnn_sdp(False)
 _WEIGHTS_AND_TOKENIZER = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 
 
@@ -113,5 +115,4 @@ def vocab_size(path: str | Path) -> int | None:
     """Return the number of token ids of a model, which may exceed its tokenizer's; None without a model."""
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         return None
-    config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
-    return int(config.get_text_config().vocab_size)
+    return int(AutoConfig.from_pretrained(str(path), trust_remote_code=False).get_text_config().vocab_size)
