@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -45,12 +46,14 @@ def report(args: argparse.Namespace, result: Result, text_of: Callable[[Result],
 
 def circumstances() -> dict[str, str | int | float]:
     """Say where and when this was measured."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
+    commit = ""
+    with contextlib.suppress(OSError):  # a machine that only measures may have no git
+        command = ["git", "rev-parse", "--short", "HEAD"]
+        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+        commit = found.stdout.strip()
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip(),
+        "commit": commit,
         "machine": platform.machine(),
         "cores": os.cpu_count() or 0,
         "load": round(os.getloadavg()[0], 2),

@@ -277,8 +277,23 @@ def test_what_a_gpu_is_wanted_for_runs_on_a_cpu(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=3600, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
-    train, decode = (next(one for one in found if one.get("part") == part) for part in ("train", "decode"))
+    train, beside, decode, grpo = (
+        next(one for one in found if one.get("part") == part)
+        for part in ("train", "train beside transformers", "decode", "grpo")
+    )
     assert train["tok_per_s"] > 0 and train["tflop_per_s"] > 0 and train["device"] == decode["device"] == "cpu"
+    assert beside["ratio"] == pytest.approx(beside["tok_per_s"] / beside["peer_tok_per_s"], rel=0.01)
     assert decode["of_bound"] == pytest.approx(decode["tok_per_s"] / decode["bound_tok_per_s"], abs=1e-3)
-    assert [one["case"] for one in found if "terms" in one] == ["plain", "bf16 moments", "float32 output layer"]
-    assert found[-1]["case"] == "uniform" and found[-1]["asynchronous"]["steps_per_s"] > 0
+    assert decode["ratio"] == pytest.approx(decode["tok_per_s"] / decode["peer_tok_per_s"], rel=0.01)
+    assert grpo["steps"] == 2 and grpo["step_s"] > 0 and grpo["mismatch_kl"] < 1e-3
+    assert [one["case"] for one in found if "terms" in one] == ["plain"]
+    assert [one["recomputes"] for one in found if one.get("part") == "train"] == [True, True, False, True]
+    assert found[-1]["moments"] == "bfloat16"
+
+
+@pytest.mark.slow
+def test_a_part_that_fails_leaves_the_others_and_one_without_time_is_named(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHON": "false", "BUDGET_S": "35"}
+    command = ["sh", BENCHMARKS / "gpu.sh", tmp_path / "found.jsonl", "8b", "train", "decode"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    assert done.returncode == 1 and "FAILED: train decode, SKIPPED: 8b" in done.stdout
