@@ -14,13 +14,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
 NEEDED = {"gpu": 1, "multi_gpu": 2}
 """CUDA devices by mark."""
-_terminal: list[pytest.TerminalReporter] = []
+_configs: list[pytest.Config] = []
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """End as after an interrupt when `timeout` ends the run: with the summary."""
-    if torch.cuda.is_available():
-        _terminal.append(config.pluginmanager.get_plugin("terminalreporter"))
+    if torch.cuda.is_available() and not hasattr(config, "workerinput"):  # a worker of xdist has no terminal
+        _configs.append(config)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
@@ -34,7 +34,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if not report.nodeid.startswith("tests/gpu/") or (report.passed and report.when != "call"):
         return
-    for terminal in _terminal:
+    for config in _configs:
+        terminal: pytest.TerminalReporter = config.pluginmanager.getplugin("terminalreporter")
         name = report.nodeid.removeprefix("tests/gpu/")
         terminal.write_line(f"\n{report.outcome} {name}, {report.when} of {report.duration:.1f} s {report.capstdout}")
         if report.failed:
