@@ -248,7 +248,7 @@ benchmark-logprobs: $(VENV)/.installed            ## measure memory and time of 
 benchmark-memory: $(VENV)/.installed-dev            ## measure the memory of a training step, term by term, against the plan (3 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python benchmarks/memory.py $(ARGS)
 
-benchmark-gpu: $(VENV)/.installed            ## measure trainer, decoding, asynchronous training and memory on one GPU (10 minutes; set CONSTRAINTS= for CUDA's torch)
+benchmark-gpu: $(VENV)/.installed            ## measure trainer and decoding beside transformers, GRPO and memory on one GPU (4 minutes; set CONSTRAINTS= for CUDA's torch)
 	PYTHON=$(VENV)/bin/python sh benchmarks/gpu.sh $(ARGS)
 
 lint: $(VENV)/.installed-dev            ## ruff and mypy

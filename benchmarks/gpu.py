@@ -1,6 +1,6 @@
 """What one device does: updates and decoding beside plain transformers, and GRPO with the server in the trainer.
 
-    python benchmarks/gpu.py train|decode|grpo [--size 0.6b] [--tokens 16384] [--json] [--out FILE]
+    python benchmarks/gpu.py train|decode|grpo|paper [--size 0.6b] [--tokens 16384] [--json] [--out FILE]
 
 Models have random weights in the shape of `--size`, computed in bfloat16. `benchmarks/gpu.sh` runs all that a GPU is
 wanted for; on a CPU everything runs too, with `--size tiny`, and only the device differs.
@@ -13,6 +13,9 @@ wanted for; on a CPU everything runs too, with `--size tiny`, and only the devic
   timed apart. A step must read all weights and the cache of all sequences: `bound_tok_per_s` is what the bandwidth
   allows, which a copy of memory measures first.
 - grpo: `--steps` steps of the GRPO example by the launcher, `lite.d1|d1`: a process that samples and trains.
+- paper: needs no GPU: where the time of a step of `train` would go on `--gpu`, at the peaks of its profile, from the
+  FLOPs of `UpdateCosts` and the shapes and activations of the planner. Matrix products and other kernels take turns;
+  what layers move is each activation once written and once read in every pass, as compiled layers would.
 """
 
 from __future__ import annotations
@@ -41,12 +44,21 @@ from arealite.api.cli_args import OptimizerConfig, TrainEngineConfig
 from arealite.api.io_struct import FinetuneSpec
 from arealite.engine import hf_model
 from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.engine.metrics import UpdateCosts
 from arealite.engine.packed_attention import PACKED_SDPA
 from arealite.engine.sft.lm_engine import sft_loss_fn
 from arealite.generation.engine import GenerationEngine
 from arealite.generation.model_runner import ModelRunner
 from arealite.generation.request import GenerationRequest, SamplingParams
-from arealite.planner.memory import kv_bytes_per_token, model_shape, training_state, training_step
+from arealite.planner.cost import load_gpu
+from arealite.planner.memory import (
+    FLOAT32,
+    kv_bytes_per_token,
+    layer_activations,
+    model_shape,
+    training_state,
+    training_step,
+)
 
 GIB = 2**30
 ROWS, PROMPT = 8, 64
@@ -61,7 +73,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 def main() -> None:
     """Measure one part and print its lines."""
     parser = options(__doc__)
-    parser.add_argument("part", choices=("train", "decode", "grpo"))
+    parser.add_argument("part", choices=("train", "decode", "grpo", "paper"))
     parser.add_argument("--size", choices=SIZES, default="0.6b")
     parser.add_argument("--tokens", type=int, default=16_384)
     parser.add_argument("--steps", type=int, default=5)
@@ -71,9 +83,10 @@ def main() -> None:
     parser.add_argument("--peer", action="store_true", help="compare with transformers alone")
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--gpu", default="h100", help="profile of `arealite simulate` that paper computes for")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        {"train": train, "decode": decode, "grpo": grpo}[args.part](args, Path(folder))
+        {"train": train, "decode": decode, "grpo": grpo, "paper": paper}[args.part](args, Path(folder))
 
 
 def note(args: argparse.Namespace, part: str, found: dict[str, Any]) -> None:
@@ -320,6 +333,44 @@ def grpo(args: argparse.Namespace, folder: Path) -> None:
     result |= {name: median(f"perf/{name}") for name in ("tokens_per_s", "generated_tokens_per_s", "memory_gib_max")}
     result |= {name: max(step[f"policy/{name}"] for step in steps) for name in ("mismatch_kl", "canary_gap")}
     note(args, "grpo", result | {"run_s": round(time.perf_counter() - began, 1)})
+
+
+def paper(args: argparse.Namespace, folder: Path) -> None:
+    """Compute where the time of a training step goes at a device's peaks."""
+    write_config(folder, args.size)
+    model = hf_model.build_meta_model(str(folder), PACKED_SDPA)
+    shape, gpu, tokens = model_shape(model), load_gpu(args.gpu), args.tokens
+    costs = UpdateCosts(model, torch.device("cpu"), torch.bfloat16)
+    counted = costs.flops([tokens // ROWS] * ROWS)
+    attention = (counted - costs.flops_per_token * tokens) / 3  # of a forward pass, as if nothing were masked
+    passes, moment = 3 + (not args.keep), 2 if args.bf16_moments else FLOAT32
+    num, in_layers = shape.num_parameters, shape.num_parameters - shape.outer_parameters
+    flops = {
+        "layers": 2 * passes * in_layers * tokens,
+        "attention": attention / 2 * (passes - 2 + 2.5),  # FlashAttention computes scores again in the backward pass
+        "output layer": 2 * 4 * shape.vocab * shape.hidden * tokens,  # logits twice, and two gradients
+    }
+    rounded = 0 if moment == FLOAT32 else 2 * 4 * FLOAT32  # moments as float32, written and read before and after
+    activations = tokens * shape.num_layers * layer_activations(shape, compute_bytes=2)
+    moved = {
+        "AdamW and clipping": num * (6 * FLOAT32 + 4 * moment + rounded),  # weights, gradients three times, moments
+        "gathered weights": 2 * num * (FLOAT32 + 3 * 2),  # cast and copied, in each direction
+        "gradients": num * (2 + 3 * FLOAT32),
+        "logits": tokens * shape.vocab * (20 + 42),  # forward, and again with their gradient, in bfloat16 and float32
+        "activations": activations * 2 * passes,
+    }
+    milliseconds = {name: 1000 * one / gpu["flops"] for name, one in flops.items()}
+    milliseconds |= {name: 1000 * one / gpu["bandwidth"] for name, one in moved.items()}
+    whole_s = sum(milliseconds.values()) / 1000
+    slower_s = whole_s + sum(flops.values()) / gpu["flops"] / 3  # products at three quarters of the peak
+    state = training_state(shape, ranks=1, has_optimizer=True, moment_bytes=moment)
+    sizes = {"tokens": tokens, "ranks": 1, "compute_bytes": 2, "recomputes": not args.keep}
+    planned = sum(state.values()) + sum(training_step(shape, accumulates=False, **sizes).values())
+    result = {"part": "paper", "size": args.size, "gpu": args.gpu, "tokens": tokens, "recomputes": not args.keep}
+    result |= {"ms": {name: round(one, 1) for name, one in milliseconds.items()}, "step_ms": round(1000 * whole_s, 1)}
+    result |= {"tflop": round(counted / 1e12, 1), "mfu": round(counted / gpu["flops"] / whole_s, 3)}
+    result |= {"mfu_at_75": round(counted / gpu["flops"] / slower_s, 3), "planned_gib": round(planned / GIB, 1)}
+    report(args, result)
 
 
 def bandwidth() -> float:

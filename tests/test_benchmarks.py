@@ -297,3 +297,15 @@ def test_a_part_that_fails_leaves_the_others_and_one_without_time_is_named(tmp_p
     command = ["sh", BENCHMARKS / "gpu.sh", tmp_path / "found.jsonl", "8b", "train", "decode"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
     assert done.returncode == 1 and "FAILED: train decode, SKIPPED: 8b" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_step_on_paper_is_that_of_the_page(tmp_path: Path) -> None:
+    page = (BENCHMARKS.parent / "docs" / "models.md").read_text()
+    for size, moments in (("0.6b", []), ("8b", ["--bf16-moments"])):
+        (found,) = measured(tmp_path / f"{size}.jsonl", "gpu.py", "paper", "--size", size, *moments)
+        assert sum(found["ms"].values()) == pytest.approx(found["step_ms"], abs=1)
+        assert (
+            f"{found['step_ms']:,.0f}" in page
+            and f"{found['mfu']:.0%}; {found['mfu_at_75']:.0%}".replace("%", " %") in page
+        )
