@@ -25,7 +25,7 @@ fi
 out=${1:-benchmarks/results/gpu.jsonl}
 [ $# -eq 0 ] || shift
 wanted=" ${*:-train compiled decode grpo memory kept 8b} "
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 
 part() { # NAME, seconds that it needs at least and takes at most, command
     name=$1 least=$2 most=$(($3 * slow)) left=$((budget - $(date +%s) + began))
