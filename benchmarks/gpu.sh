@@ -5,8 +5,8 @@
 #
 # Parts, all by default: train (tokens per second and MFU beside plain transformers), compiled (the same with compiled
 # layers), decode (against the memory bandwidth and `generate`), grpo (server and trainer in one process, by the
-# launcher), memory (against the plan), kept (compiled, activations kept), 8b. Each prints and appends its results before
-# the next begins. One that fails leaves the others; one for which too little of BUDGET_S is left is skipped. The status
+# launcher), launched (decode without CUDA graphs), memory (against the plan), kept (compiled, activations kept), 8b. Each
+# prints and appends its results before the next begins. One that fails leaves the others; one for which too little of BUDGET_S is left is skipped. The status
 # is 1 if any failed or was skipped. --tiny is for a CPU, where nothing is compiled.
 set -u
 cd "$(dirname "$0")/.."
@@ -24,7 +24,7 @@ if [ "${1:-}" = --tiny ]; then
 fi
 out=${1:-benchmarks/results/gpu.jsonl}
 [ $# -eq 0 ] || shift
-wanted=" ${*:-train compiled decode grpo memory kept 8b} "
+wanted=" ${*:-train compiled decode grpo launched memory kept 8b} "
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 
 part() { # NAME, seconds that it needs at least and takes at most, command
@@ -48,6 +48,7 @@ part train 20 75 benchmarks/gpu.py train $train --peer
 part compiled 30 100 benchmarks/gpu.py train $train $compile --peer
 part decode 30 80 benchmarks/gpu.py decode $decode --peer
 part grpo 30 90 benchmarks/gpu.py grpo $grpo
+part launched 20 60 benchmarks/gpu.py decode $decode --no-graphs
 part memory 20 60 benchmarks/memory.py $memory --layout d1 --case plain
 part kept 30 75 benchmarks/gpu.py train $train $compile --keep
 part 8b 40 110 benchmarks/gpu.py train $large --bf16-moments # 8.2 billion float32 weights with such moments take 92 GiB
