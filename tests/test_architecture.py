@@ -83,7 +83,7 @@ CEILINGS = {
     "code of a GRPO run": 18835,
     "import depth": 18,
     "keys of a GRPO config": 361,
-    "lines of pages": 6160,
+    "lines of pages": 6180,
     "lines of README.md": 130,
 }
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 600
