@@ -173,7 +173,7 @@ def test_a_step_of_other_layouts_and_options_waits_no_more(cuda: FakeCuda, tmp_p
 
 
 def test_the_next_token_is_sampled_without_a_wait(cuda: FakeCuda, path: str) -> None:
-    """The engine waits once for the tokens of all rows."""
+    """The engine reads the tokens and logprobs of all rows at the end."""
     cuda.has_model, cuda.number = False, 0.0
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(CUDA)
     cuda.has_model = True
