@@ -256,8 +256,7 @@ class EpisodeRunner:
         rewards = [self.sampled_rewards.popleft() for _ in range(len(self.sampled_rewards))]  # the loop appends more
         if not rewards:
             return {}
-        other = float(not is_binary(rewards))
-        return {"reward/sampled_mean": sum(rewards) / len(rewards), OTHER_REWARDS: other}
+        return {"reward/sampled_mean": sum(rewards) / len(rewards), OTHER_REWARDS: float(not is_binary(rewards))}
 
     def start(self, prompt: Prompt, head_version: int) -> Episode:
         if prompt.first_started_s is None:

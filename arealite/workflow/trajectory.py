@@ -80,8 +80,8 @@ def row_of_turns(turns: Sequence[SampledTurn], reward: float, *, has_turn_reward
                 "turn before it."
             )
         num_sampled = response.output_len if trains else 0
-        num_given = len(turn.ids) - len(ids) - num_sampled
-        ids = turn.ids
+        before, ids = len(ids), turn.ids
+        num_given = len(ids) - before - num_sampled
         loss_mask += [np.zeros(num_given, np.int64), np.ones(num_sampled, np.int64)]
         logprobs += [0.0] * num_given + (response.output_logprobs if trains else [])
         versions += [-1] * num_given + (response.output_versions if trains else [])

@@ -94,7 +94,7 @@ class SGLangBackend(Backend):
         segment = segment.with_versions(meta_info.get("weight_versions") or whole)
         stale = meta_info.get("stale_kv_tokens")  # only embedded servers report it
         require(stale is None or stale in range(len(tokens) + 1), "have at most as many stale_kv_tokens as tokens")
-        segment = replace(segment, stale_kv_tokens=stale or 0)
+        segment = replace(segment, stale_kv_tokens=stale) if stale else segment
         return segment.kept_in_place() if self._pause_mode == "in_place" and stale is None else segment
 
     async def pause(self, server: ServerConnection) -> None:

@@ -21,7 +21,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
@@ -65,7 +65,8 @@ _ROLLBACK = (
 )
 
 _GROUP_S = 0.01  # how long a commit waits for more events
-_GROUP_EVENTS = 1000  # largest commit: encoding a larger one as JSON would block the event loop
+_GROUP_EVENTS = 1000  # largest commit: collecting the rows of a larger one would block the event loop
+_ROWS_AT_ONCE = 64  # of a statement: one per row would wait for the GIL of a busy event loop each time
 _FLUSH_S = 30.0
 _LOCK_S = 20.0  # timeout for a lock that another process holds
 
@@ -91,9 +92,10 @@ class Ledger:
         counts = self.counts
         totals = {"issued": counts["issued"], "running": counts["running"]}
         totals["accepted"] = counts["accepted"] + counts["trained"]
-        for state in ("rejected", "failed"):
-            totals[state] = sum(count for name, count in counts.items() if name.startswith(f"{state}_"))
-        return totals
+        ends = {
+            state: sum(counts[name] for name in counts if name.startswith(state)) for state in ("rejected", "failed")
+        }
+        return totals | ends
 
     def causes(self) -> dict[str, int]:
         """Return the counts of rejections, failures and retries by cause."""
@@ -324,20 +326,19 @@ class LedgerFile:
                 flush.set()
 
     def _commit(self, events: list[tuple[int, Event]]) -> None:
-        rows: dict[str, dict[Row, Row]] = {}
+        rows: dict[str, list[Row]] = defaultdict(list)
         for _, event in events:
             for table, changed in event.items():
-                for row in changed:
-                    rows.setdefault(table, {})[row[: 2 if table == "samples" else 1]] = row
+                rows[table] += changed
         self.last_position = max(self.last_position, *(position for position, _ in events))
-        rows["meta"] = {("position",): ("position", self.last_position)}
+        rows["meta"] = [("position", self.last_position)]
         with self._database:
-            for table, by_key in rows.items():
-                written = list(by_key.values())
-                columns = ", ".join(f"json_extract(value, '$[{column}]')" for column in range(len(written[0])))
-                # One statement per table: one per row would wait for the GIL of a busy event loop each time.
-                statement = f"INSERT OR REPLACE INTO {table} SELECT {columns} FROM json_each(?)"
-                self._database.execute(statement, (json.dumps(written),))
+            for table, written in rows.items():
+                for start in range(0, len(written), _ROWS_AT_ONCE):
+                    part = written[start : start + _ROWS_AT_ONCE]
+                    marks = ", ".join([f"({', '.join('?' * len(part[0]))})"] * len(part))
+                    values = [value for row in part for value in row]
+                    self._database.execute(f"INSERT OR REPLACE INTO {table} VALUES {marks}", values)
 
 
 @contextlib.contextmanager
