@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypedDict
@@ -108,11 +108,11 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         return [require_object(json.loads(line)) for line in lines if line.endswith("\n")]
 
 
-def keep_rows(path: Path, key: str, *, before: int, then: Iterable[Mapping[str, Any]] = ()) -> None:
-    """Rewrite a file of JSON lines: keep rows whose number `key` is below `before`, then append `then`."""
+def keep_rows(path: Path, key: str, *, before: int) -> None:
+    """Rewrite a file of JSON lines: keep rows whose number `key` is below `before`."""
     with reading(path):
         kept = [row for row in read_jsonl(path) if row[key] < before]
-    write_atomically(path, "".join(json.dumps(row) + "\n" for row in [*kept, *then]))
+    write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def require_object(value: Any) -> dict[str, Any]:

@@ -3,21 +3,22 @@ number of threads, as sums in another order have other last bits. Invariant: ver
 that is published again, because the run went back to a checkpoint or began anew, replaces its line and all later ones.
 """
 
+import json
 from pathlib import Path
 
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.run_folder import RunFolder
-from arealite.utils.files import keep_rows, read_jsonl, reading
+from arealite.utils.files import keep_rows, read_jsonl, reading, writing
 
 
-def record_weights(config: InferenceEngineConfig, version: int, fingerprint: str, *, threads: int) -> None:
-    """Write the line of a version; a run without a folder has no log."""
-    if not config.fileroot:
-        return
+def record_weights(config: InferenceEngineConfig, version: int, fingerprint: str, *, threads: int, rises: bool) -> None:
+    """Write the line of a version; `rises` if this process wrote the last line, for an earlier one: the file, which has
+    a line per step, is then not read."""
     path = RunFolder(config).weights_log
-    path.parent.mkdir(parents=True, exist_ok=True)
-    row = {"version": version, "fingerprint": fingerprint, "threads": threads}
-    keep_rows(path, "version", before=version, then=[row])
+    if not rises:
+        keep_rows(path, "version", before=version)
+    with writing(path), path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"version": version, "fingerprint": fingerprint, "threads": threads}) + "\n")
 
 
 def read_weights(folder: str | Path) -> dict[int, str]:

@@ -33,18 +33,18 @@ def publish_weights(actor: FSDPPPOActor, rollout: RemoteInferenceEngine, version
     `rollout.weight_update_timeout` and a minute.
     """
     rollout.record_update(actor)
-    if rollout.config.replay_from:
-        _compare(actor, rollout.config, version)
+    config, rises = rollout.config, rollout.published is not None and version > rollout.get_version()
+    if config.replay_from:
+        _compare(actor, config, version)
     else:
-        is_logged = rollout.config.weight_check.fingerprint
+        is_logged = config.weight_check.fingerprint and bool(config.fileroot)
         fingerprint = actor.fingerprint() if is_logged else ""  # before anything stops for it
         rollout.pause()
         publication = Publication(actor, rollout, version)
         while not publication.update():
             pass
         if is_logged:
-            threads = actor.num_threads
-            on_rank_0(lambda: record_weights(rollout.config, version, fingerprint, threads=threads))
+            on_rank_0(lambda: record_weights(config, version, fingerprint, threads=actor.num_threads, rises=rises))
         rollout.published = publication
     rollout.set_version(version)
     rollout.resume()

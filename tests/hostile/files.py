@@ -270,7 +270,7 @@ def _read(reader: str, root: str, path: str, output: str) -> int:
     actions = {
         "secret": lambda: ensure_secret(run.path),
         "undo": lambda: undo_from(run, 2),
-        "weights": lambda: record_weights(config, 5, "f", threads=1),
+        "weights": lambda: record_weights(config, 5, "f", threads=1, rises=False),
         "open": lambda: _roll_back(str(run.ledger)),
         "batches": lambda: Replay(str(run.path), _At(1)).wait(2),
         "config": lambda: load_expr_config(["--config", str(run.config)], GRPOConfig),

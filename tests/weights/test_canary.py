@@ -168,22 +168,28 @@ def test_a_publication_is_proved_and_logged(
     assert not list((tmp_path / "exp" / "t").glob("weight_update*")), "the checkpoint is removed"
     for server in servers:
         assert server.engine.stats().generated_tokens == 8
+    log = tmp_path / "exp" / "t" / "weights.jsonl"
+    before = log.stat().st_ino
+    publish_weights(actor, rollout, version=5)
+    assert log.stat().st_ino == before, "a line is added: a log of many steps is not read and written again for each"
+    publish_weights(actor, rollout, version=5)
+    assert list(read_weights(tmp_path / "exp" / "t")) == [4, 5]
 
 
 def test_the_log_of_weights_goes_back_with_the_run(tmp_path: Path) -> None:
     config = InferenceEngineConfig(experiment_name="exp", trial_name="t", fileroot=str(tmp_path))
     folder = tmp_path / "exp" / "t"
+    folder.mkdir(parents=True)
     for version in range(5):
-        record_weights(config, version, f"{version:016x}", threads=2)
-    record_weights(config, 2, "a" * 16, threads=2)
+        record_weights(config, version, f"{version:016x}", threads=2, rises=version > 0)
+    record_weights(config, 2, "a" * 16, threads=2, rises=False)
     assert read_weights(folder) == {0: "0" * 16, 1: "0" * 15 + "1", 2: "a" * 16}
     with (folder / "weights.jsonl").open("a") as file:
         file.write('{"version": 3, "finge')
-    record_weights(config, 3, "b" * 16, threads=2)
+    record_weights(config, 3, "b" * 16, threads=2, rises=False)
     assert [json.loads(line)["version"] for line in (folder / "weights.jsonl").read_text().splitlines()] == [0, 1, 2, 3]
-    record_weights(config, 0, "c" * 16, threads=2)
+    record_weights(config, 0, "c" * 16, threads=2, rises=False)
     assert read_weights(folder) == {0: "c" * 16}
-    record_weights(InferenceEngineConfig(), 1, "d" * 16, threads=2)
     assert [path.name for path in folder.iterdir()] == ["weights.jsonl"]
 
 

@@ -74,9 +74,8 @@ class RolloutStore:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="arealite-store")
         self._last: Future[None] = Future()  # of the newest write
         self._last.set_result(None)
-        self._num_batches: dict[Path, int] = {}
-        # The newest training batch, and whether each of its episodes is stored whole.
-        self._trained: tuple[Path, list[bool]] | None = None
+        self._newest: dict[bool, Path] = {}  # file, by whether it is of training
+        self._trained: list[bool] | None = None  # whether each episode of the newest training batch is stored whole
         self._tokenizers: dict[int, tuple[Any, Any]] = {}
         self.write_there: Callable[[Path, list[Any], int | None], None] = write_batch  # tables that others have built
 
@@ -86,15 +85,14 @@ class RolloutStore:
         if self.folder is not None and episodes:
             path = self.folder / name
             if trained_step is not None:
-                self._trained = path, [_is_whole(str(one.prompt_id), self._stored_share) for one in episodes]
+                self._trained = [_is_whole(str(one.prompt_id), self._stored_share) for one in episodes]
             self._last = self._thread.submit(self._write, path, list(episodes), trained_step, self._last)
 
     def append_update(self, updates: Sequence[Update]) -> None:
         """Queue the update's numbers per token for the newest training batch and return at once."""
         self.check()
         if self._trained is not None:
-            path, is_whole = self._trained
-            self._last = self._thread.submit(self._write_update, path, updates, is_whole, self._last)
+            self._last = self._thread.submit(self._write_update, updates, self._trained, self._last)
 
     def flush(self) -> None:
         """Wait until everything is written; raise the error of a failed write."""
@@ -125,21 +123,18 @@ class RolloutStore:
 
     def _write(self, path: Path, episodes: list[Episode], step: int | None, previous: Future[None]) -> None:
         previous.result()  # a failed write fails all later ones
-        if path not in self._num_batches:
-            self._num_batches[path] = max(batch_files(path), default=-1) + 1
-        batch = self._num_batches[path]
-        self._num_batches[path] += 1
+        newest = self._newest.get(step is not None)
+        last = int(newest.stem) if newest and newest.parent == path else max(batch_files(path), default=-1)
+        file = self._newest[step is not None] = path / f"{last + 1}.parquet"
         with writing(path, pa.ArrowException):
             if episodes[0].table is None:
-                write_batch(path / f"{batch}.parquet", [self._table(episodes, step)], step)
+                write_batch(file, [self._table(episodes, step)], step)
             else:
-                self.write_there(path / f"{batch}.parquet", [one.table for one in episodes], step)
+                self.write_there(file, [one.table for one in episodes], step)
 
-    def _write_update(
-        self, path: Path, updates: Sequence[Update], is_whole: list[bool], previous: Future[None]
-    ) -> None:
+    def _write_update(self, updates: Sequence[Update], is_whole: list[bool], previous: Future[None]) -> None:
         previous.result()
-        batch = path / f"{self._num_batches[path] - 1}.parquet"
+        batch = self._newest[True]
         with writing(batch, pa.ArrowException):
             write_update(batch, updates, is_whole)
 

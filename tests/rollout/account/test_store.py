@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,17 @@ def test_batches_come_back_bit_for_bit(
         for key in one.keys():  # noqa: SIM118 - a TensorDict is iterated by rows
             assert one[key].dtype == other[key].dtype and one[key].shape == other[key].shape, key
             assert torch.equal(one[key].contiguous().view(torch.uint8), other[key].contiguous().view(torch.uint8)), key
+
+
+def test_nothing_is_kept_of_a_step_that_is_written(tmp_path: Path) -> None:
+    store, generator = RolloutStore(tmp_path), torch.Generator().manual_seed(0)
+    for step in range(30):
+        store.append(f"step_{step}", [finished(step, trajectory_of(generator, 1, False))], step)
+    store.flush()
+    gc.collect()
+    paths = [one for one in gc.get_objects() if isinstance(one, Path) and one.is_relative_to(tmp_path)]
+    store.close()
+    assert len(paths) < 10 and len(list(tmp_path.iterdir())) == 30
 
 
 class Letters:
