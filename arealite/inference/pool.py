@@ -86,7 +86,7 @@ class ServerPool:
         self._tokens_per_s: float | None = None  # moving average of all servers for one request
         self.usual_s: float | None = None  # moving average of the duration of a request
         self._draw = random.Random(0)
-        self._sticky: OrderedDict[str, str] = OrderedDict()
+        self._sticky: OrderedDict[str, str] = OrderedDict()  # servers of rids, whose caches end with the weights
         self._shown: dict[str, int] = {}  # versions of the servers of the last view
 
     def view(self) -> PoolView:
@@ -101,7 +101,7 @@ class ServerPool:
             server = self._servers.setdefault(address, Server(address, facts))
             if self._shown.get(address) != version:
                 server.version = version
-        self.version, self._shown = view.version, shown
+        self.version, self._shown, self._sticky = view.version, shown, OrderedDict()
         self._settle()
 
     def lost(self) -> frozenset[tuple[str, int]]:
@@ -136,7 +136,7 @@ class ServerPool:
 
     def advance(self, receivers: Iterable[Server], version: int) -> None:
         """Make `version` the newest one, which these servers hold; others get no requests from now on."""
-        self.version, self._started_with = version, NO_VERSION
+        self.version, self._started_with, self._sticky = version, NO_VERSION, OrderedDict()
         for server in receivers:
             server.version, server.state, server.num_failures = version, "serving", 0
         self._settle()

@@ -43,6 +43,18 @@ def test_the_least_loaded_server_is_picked_and_rids_stick() -> None:
     assert servers.pick("r0", 1, avoid={a, c}) is c, "one to avoid is better than none"
 
 
+def test_a_rid_is_forgotten_with_the_weights_that_its_cache_is_of() -> None:
+    servers, mirror = pool_of(["a", "b"]), ServerPool()
+    mirror.mirror(servers.view())
+    for one in (servers, mirror):
+        a = one.servers[0]
+        assert [one.pick("r", 10), one.pick("r", 10)] == [a, a], "the other one has nothing to do"
+    servers.advance(servers.servers, 1)
+    mirror.mirror(servers.view())
+    for one in (servers, mirror):
+        assert one.pick("r", 1) is one.servers[1]
+
+
 def test_servers_are_not_slow_because_all_have_become_faster() -> None:
     """When the load falls, the first fast completions of many servers made each of them slower than usual, and all new
     requests went to the few that had replied."""
