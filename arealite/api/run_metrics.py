@@ -1,7 +1,7 @@
 """What the rows of `metrics.jsonl` say of a run: its summary, and the scores of its evaluations."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 OTHER_REWARDS = "reward/other_max"  # 1 once a reward of the run was neither 0 nor 1
@@ -27,10 +27,7 @@ def named(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def summarize(rows: list[dict[str, Any]], *, max_head_offpolicyness: int | None) -> dict[str, Any]:
     """Summarize a run in a few numbers, as far as its rows have them."""
-    summary: dict[str, Any] = {
-        "steps": sum(map(is_of_training, rows)),
-        "wall_s": sum(_values(rows, "time/step_s")),
-    }
+    summary: dict[str, Any] = {"steps": sum(map(is_of_training, rows)), "wall_s": sum(_values(rows, "time/step_s"))}
     if trained := _values(rows, "perf/trained_tokens"):
         summary["trained_tokens"] = int(sum(trained))
     if generated := _values(rows, "rollout/generated_tokens"):
@@ -60,21 +57,23 @@ def score_name(rows: Sequence[Mapping[str, Any]]) -> str:
     return "reward" if any(map(has_other_rewards, rows)) else "accuracy"
 
 
-def scores_of_steps(rows: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> dict[int, float]:
+def scores_of_steps(rows: Iterable[Mapping[str, Any]], steps: Sequence[int]) -> dict[int, float]:
     """Return the score of the model after each step: accuracy, reward, or minus the loss, of the last evaluation.
 
     An evaluation at the top of step N + 1 measures the weights after step N. Mean rewards over different prompts can't
     be compared: those without the prompts that failed are no score. An accuracy has counted them as wrong.
     """
-    scores: dict[int, float] = {}
-    name = score_name(rows)
+    scores: dict[str, dict[int, float]] = {"accuracy": {}, "reward": {}}
+    called = "accuracy"  # as `score_name` of all rows says, which are read once and not kept
     for row in rows:
-        value = score(row, name)
-        if value is None and row.get("eval/loss") is not None:
-            value = -row["eval/loss"]
-        if value is not None and not (name == "reward" and row.get("eval/num_failed")):
-            scores |= {step: value for step in steps if row["step"] <= step + 1}
-    return scores
+        called = "reward" if has_other_rewards(row) else called
+        for name in scores:
+            value = score(row, name)
+            if value is None and row.get("eval/loss") is not None:
+                value = -row["eval/loss"]
+            if value is not None and not (name == "reward" and row.get("eval/num_failed")):
+                scores[name] |= {step: value for step in steps if row["step"] <= step + 1}
+    return scores[called]
 
 
 def _values(rows: list[dict[str, Any]], key: str) -> list[float]:

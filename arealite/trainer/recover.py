@@ -33,7 +33,7 @@ from arealite.engine.checkpointing import WRITE_TIMEOUT_S
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.trainer import checkpoint
 from arealite.utils import distributed, stop
-from arealite.utils.files import aside, empty_folder, explain, file_entries, file_lock, fresh_folder, read_jsonl
+from arealite.utils.files import aside, empty_folder, explain, file_entries, file_lock, fresh_folder, rows_of
 from arealite.utils.frequency import Frequency
 from arealite.utils.heartbeat import waiting
 from arealite.utils.processes import RESTART_VARIABLE
@@ -283,7 +283,7 @@ class _Write:
         checkpoint.publish(self._unfinished, self.path, files | file_entries(self._unfinished, [_FACTS]))
         folder = self.path.parent
         steps = [step for step, _ in checkpoint.checkpoints(folder)]
-        scores = scores_of_steps(read_jsonl(RunFolder(folder.parent).metrics), steps)
+        scores = scores_of_steps(rows_of(RunFolder(folder.parent).metrics), steps)
         checkpoint.prune(folder, keep_last=self.keep_last, scores=scores)
 
 

@@ -31,7 +31,7 @@ from arealite.trainer.checkpoint import config_of_step
 from arealite.trainer.step_line import StepLine, bounds
 from arealite.utils import heartbeat, trace
 from arealite.utils.distributed import global_rank
-from arealite.utils.files import keep_rows, read_jsonl, reading, write_atomically, writing
+from arealite.utils.files import keep_rows, read_jsonl, reading, rows_of, write_atomically, writing
 from arealite.utils.secret import environment_without_secret
 from arealite.utils.stats import Reduction, StatsTracker
 from arealite.utils.stop import RunStopped
@@ -116,7 +116,7 @@ class _Writer:
         self._run = run = RunFolder(config)
         run.path.mkdir(parents=True, exist_ok=True)
         undo_from(run, start_step)
-        self.has_other_rewards = any(map(has_other_rewards, read_jsonl(run.metrics)))
+        self.has_other_rewards = any(map(has_other_rewards, rows_of(run.metrics)))
         resolved: dict[str, Any] = {}
         self._bound: int | None = None
         if experiment is not None:

@@ -90,8 +90,7 @@ def aside(path: Path, why: str) -> Path:
 
 def empty_folder(folder: Path, *, keep: Iterable[str]) -> None:
     """Move the contents of a folder, except the names or patterns `keep`, to a new folder beside it; print where."""
-    paths = [path for path in folder.iterdir() if not any(path.match(name) for name in keep)]
-    if paths:
+    if paths := [path for path in folder.iterdir() if not any(path.match(name) for name in keep)]:
         moved = aside(folder, "replaced")
         with writing(moved):
             moved.mkdir()
@@ -102,10 +101,14 @@ def empty_folder(folder: Path, *, keep: Iterable[str]) -> None:
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a file of JSON lines; none without a file. A last line that a crash cut off is skipped."""
-    if not path.exists():
-        return []
-    with reading(path), path.open(encoding="utf-8") as lines:
-        return [require_object(json.loads(line)) for line in lines if line.endswith("\n")]
+    return list(rows_of(path))
+
+
+def rows_of(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield what `read_jsonl` returns, of which a long run need not hold all at once."""
+    if path.exists():
+        with reading(path), path.open(encoding="utf-8") as lines:
+            yield from (require_object(json.loads(line)) for line in lines if line.endswith("\n"))
 
 
 def keep_rows(path: Path, key: str, *, before: int) -> None:

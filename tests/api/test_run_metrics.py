@@ -1,6 +1,11 @@
 """What the rows of metrics say of a run."""
 
+import json
+import tracemalloc
+from pathlib import Path
+
 from arealite.api.run_metrics import named, scores_of_steps, summarize
+from arealite.utils.files import rows_of
 
 
 def test_scores_are_accuracies_rewards_or_losses_after_each_step() -> None:
@@ -10,6 +15,21 @@ def test_scores_are_accuracies_rewards_or_losses_after_each_step() -> None:
     row = {"step": 1, "eval/reward": 0.8, "eval/num_failed": 3.0}
     assert scores_of_steps([row], [0]) == {}, "the prompts that failed may be the hard ones"
     assert scores_of_steps([row | {"eval/accuracy": 0.5}], [0]) == {0: 0.5}, "an accuracy has counted them as wrong"
+    rows = [{"step": 0, "eval/accuracy": 0.2}, {"step": 3, "eval/reward": 0.6}, {"step": 5, "eval/accuracy": 0.3}]
+    assert scores_of_steps(iter(rows), [0, 2, 4]) == {0: 0.2, 2: 0.6, 4: 0.3}, "rows are read once"
+
+
+def test_scores_of_a_long_run_are_found_without_holding_its_rows(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rows = [
+        {"step": step, "eval/accuracy": 0.5, **{f"metric/{n}": step + n / 7 for n in range(50)}} for step in range(900)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tracemalloc.start()
+    found = scores_of_steps(rows_of(path), [800])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found == {800: 0.5} and peak < path.stat().st_size / 5
 
 
 def test_a_summary_calls_rewards_accuracy_only_if_all_are_0_or_1() -> None:
