@@ -22,7 +22,7 @@ PIP          = $(VENV)/bin/python -m pip install --no-compile --disable-pip-vers
 # Bytecode is kept, also where the environment forbids it: a run of the tests imports the package a hundred times.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-examples test-install test-benchmarks test-speed test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-simulate test-parallel test-hostile test-agents test-ecosystem test-options test-sandbox test-view pictures test-mistakes test-core test-core-faults test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime benchmark-burst benchmark-scale benchmark-core benchmark-agents benchmark-algorithms benchmark-data benchmark-logprobs benchmark-async benchmark-step benchmark-original benchmark-packing benchmark-busy benchmark-parallel benchmark-weights benchmark-memory benchmark-gpu simulate-validate lint format docs clean
+.PHONY: help install quickstart test test-gpu test-explore test-quickstart test-recovery test-soak test-examples test-install test-benchmarks test-speed test-secret install-servers test-servers test-vllm test-sglang install-cluster test-hosts test-elastic test-simulate test-parallel test-hostile test-agents test-ecosystem test-options test-sandbox test-view pictures test-mistakes test-core test-core-faults test-ray test-ray-faults test-slurm chaos benchmark benchmark-runtime benchmark-burst benchmark-scale benchmark-core benchmark-agents benchmark-algorithms benchmark-data benchmark-logprobs benchmark-async benchmark-step benchmark-original benchmark-packing benchmark-busy benchmark-parallel benchmark-weights benchmark-memory benchmark-gpu simulate-validate lint format docs clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 26
@@ -68,6 +68,9 @@ test-quickstart: $(VENV)/.installed-dev            ## run the quickstart on thre
 
 test-recovery: $(VENV)/.installed-dev            ## resume killed and stopped runs, and runs without disk space or memory, bit-identically; diagnose stalls (10 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/test_recovered_runs.py tests/trainer/test_recover.py tests/launcher/test_stalls.py tests/utils/test_distributed.py $(ARGS)
+
+test-soak: $(VENV)/.installed-dev            ## train for 2,000 steps with the server in the trainer's process and beside it: memory and descriptors are constant (10 minutes)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -rP -m slow tests/test_soak.py $(ARGS)
 
 test-examples: $(VENV)/.installed-dev            ## run the commands of the docs and every example script, on tiny models (12 minutes)
 	sh tests/install.sh bwrap:bubblewrap
