@@ -69,7 +69,7 @@ test-quickstart: $(VENV)/.installed-dev            ## run the quickstart on thre
 test-recovery: $(VENV)/.installed-dev            ## resume killed and stopped runs, and runs without disk space or memory, bit-identically; diagnose stalls (10 minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/test_recovered_runs.py tests/trainer/test_recover.py tests/launcher/test_stalls.py tests/utils/test_distributed.py $(ARGS)
 
-test-soak: $(VENV)/.installed-dev            ## train for 2,000 steps with the server in the trainer's process and beside it: memory and descriptors are constant (10 minutes)
+test-soak: $(VENV)/.installed-dev            ## train for 2,000 steps with the server in the trainer's process and beside it: memory and descriptors are constant (12 minutes; ARGS=--short: 6)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -rP -m slow tests/test_soak.py $(ARGS)
 
 test-examples: $(VENV)/.installed-dev            ## run the commands of the docs and every example script, on tiny models (12 minutes)
