@@ -54,7 +54,7 @@ ROOM_CEILINGS = {
     "__init__.py": 93,
     "agent": 1714,
     "algorithms": 883,
-    "api": 2855,
+    "api": 2854,
     "chat": 584,
     "cli": 2100,
     "core": 2136,
@@ -65,7 +65,7 @@ ROOM_CEILINGS = {
     "launcher": 2590,
     "planner": 700,
     "reward": 624,
-    "rollout": 2289,
+    "rollout": 2285,
     "server": 510,
     "simulate": 654,
     "tinker": 700,
@@ -78,12 +78,12 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 30800,
+    "code of the package": 30795,
     "files of a GRPO run": 145,
-    "code of a GRPO run": 18835,
+    "code of a GRPO run": 18830,
     "import depth": 18,
     "keys of a GRPO config": 361,
-    "lines of pages": 6180,
+    "lines of pages": 6203,
     "lines of README.md": 130,
 }
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 600

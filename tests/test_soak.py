@@ -13,7 +13,7 @@ from arealite.utils.files import read_jsonl
 STEPS, WARM_UP, PERIOD = 2000, 500, 50
 WINDOW = 6  # rows
 DEADLINE_S = 1800.0
-BYTES_PER_STEP = 12288  # measured: 3,000 to 10,000, and 20,000 when each checkpoint read all of metrics.jsonl
+BYTES_PER_STEP = 14_336  # measured medians: 19,700 when checkpoints read all of metrics.jsonl, 3,000 to 9,700 since
 NOTE = f"""
 import ctypes, gc, json, os
 def anonymous():  # pages of libraries would count as ours once no other process has them
