@@ -83,7 +83,7 @@ CEILINGS = {
     "code of a GRPO run": 18830,
     "import depth": 18,
     "keys of a GRPO config": 361,
-    "lines of pages": 6203,
+    "lines of pages": 6217,
     "lines of README.md": 130,
 }
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 600

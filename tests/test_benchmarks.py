@@ -144,6 +144,13 @@ def test_a_stored_token_is_measured_in_the_file_and_as_json(
 
 
 @pytest.mark.slow
+def test_tools_are_hidden_by_a_larger_bound(tmp_path: Path) -> None:
+    found = measured(tmp_path / "found.jsonl", "tools_bound.py", "--steps", "30")
+    ratios = [one["ratio"] for one in found]
+    assert 1.5 < ratios[0] < ratios[1] and [one["bound"] for one in found] == [1, 2, 4, 4, 8, 8, 8, 16]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sft", "rl"])
 def test_data_is_measured(tmp_path: Path, kind: str) -> None:
     (found,) = measured(tmp_path / "found.jsonl", "data.py", "--rows", "3000", "--type", kind)
