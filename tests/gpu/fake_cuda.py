@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import arealite
 from arealite.engine.checkpointing import CheckpointedEngine
 from arealite.engine.parallel.mesh import Mesh
+from arealite.utils import distributed
 
 CUDA = torch.device("cuda", 0)
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
@@ -190,6 +191,7 @@ def fake_cuda(world_size: int = 1) -> Iterator[FakeCuda]:
         (DTensor, "device", property(lambda tensor: tensor._local_tensor.device)),
         (dist, "all_gather_object", to_all),
         (dist, "broadcast_object_list", nothing),
+        (distributed, "_members", 0),  # engines that join the group and never leave it
         (Mesh, "require_same_rows", nothing),  # other ranks have none
         (CheckpointedEngine, "_join_state_group", nothing),
     ]

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2
 
 from arealite.algorithms import logprobs
 from arealite.api.alloc_mode import ParallelSizes
-from arealite.engine.packed_attention import PACKED_SDPA
+from arealite.engine.packed_attention import PACKED_SDPA, OnCPU
 from arealite.generation.model_runner import ModelRunner
 from arealite.planner.memory import (
     LOGITS_BLOCK,
@@ -62,7 +62,7 @@ def test_the_shape_counts_every_parameter_once(tied: bool) -> None:
 def test_parameters_gradients_and_moments_of_a_model_that_was_trained() -> None:
     model = build()
     optimizer = torch.optim.AdamW(model.parameters())
-    model(input_ids=torch.arange(8)[None], cu_seqlens=torch.tensor([0, 8])).logits.sum().backward()
+    model(input_ids=torch.arange(8)[None], cu_seqlens=OnCPU(torch.tensor([0, 8]))).logits.sum().backward()
     optimizer.step()
     parameters = list(model.parameters())
     moments = [s[name] for s in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
@@ -111,7 +111,7 @@ def kept_by_autograd(model, num_tokens: int) -> int:
             input_ids=torch.arange(num_tokens)[None],
             position_ids=torch.arange(num_tokens)[None],
             use_cache=False,
-            cu_seqlens=torch.tensor([0, num_tokens]),
+            cu_seqlens=OnCPU(torch.tensor([0, num_tokens])),
         ).last_hidden_state
     assert hidden.requires_grad
     return sum(size for size, _ in kept.values())
