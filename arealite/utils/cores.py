@@ -21,6 +21,7 @@ _TASKS = "/proc/self/task"
 def compute_with(num_threads: int) -> None:
     """Let the calling thread compute with so many threads, and alone each one that has not computed yet."""
     torch.set_num_threads(num_threads)
+    torch.get_num_threads()  # a thread's first call takes the number of the last call of any thread
     other = threading.Thread(target=torch.set_num_threads, args=(1,))  # the last call, of any thread, is for those
     other.start()
     other.join()

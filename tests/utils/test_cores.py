@@ -75,3 +75,12 @@ def test_other_threads_of_the_process_compute_alone() -> None:
     env = os.environ | {"OMP_NUM_THREADS": str(len(CORES))}
     done = subprocess.run([sys.executable, "-c", OTHERS], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["1", "0", str(len(CORES))]
+
+
+def test_a_new_thread_computes_with_the_threads_that_it_asked_for() -> None:
+    """As that of the server, whose attention took one while its products took all."""
+    code = "import threading, torch; from arealite.utils.cores import compute_with\n"
+    code += "def run():\n    compute_with(2)\n    print(torch.get_num_threads())\n"
+    code += "other = threading.Thread(target=run); other.start(); other.join()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["2"]
