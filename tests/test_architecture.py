@@ -56,7 +56,7 @@ ROOM_CEILINGS = {
     "algorithms": 883,
     "api": 2854,
     "chat": 584,
-    "cli": 2100,
+    "cli": 2104,
     "core": 2136,
     "dataset": 1019,
     "engine": 2682,
@@ -70,7 +70,7 @@ ROOM_CEILINGS = {
     "simulate": 654,
     "tinker": 700,
     "trainer": 872,
-    "utils": 2133,
+    "utils": 2134,
     "viewer": 989,
     "watchdog": 217,
     "weights": 188,
@@ -78,12 +78,12 @@ ROOM_CEILINGS = {
 }
 """Lines of code of each room. A ceiling may fall; it rises only with a new capability, and the commit says which."""
 CEILINGS = {
-    "code of the package": 30795,
+    "code of the package": 30800,
     "files of a GRPO run": 145,
-    "code of a GRPO run": 18830,
+    "code of a GRPO run": 18831,
     "import depth": 18,
     "keys of a GRPO config": 361,
-    "lines of pages": 6217,
+    "lines of pages": 6223,
     "lines of README.md": 130,
 }
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 600

@@ -65,14 +65,15 @@ def test_what_was_measured_reads_as_text(name: str, monkeypatch: pytest.MonkeyPa
     assert TEXTS[name] in described(json.loads(lines[3 if name == "weight_sync" else 0]))
 
 
-def last(name: str, **where: object) -> dict[str, Any]:
-    """Return the last recorded result of a script with these values."""
+def last(name: str, *keys: str, **where: object) -> dict[str, Any]:
+    """Return the last recorded result of a script with these keys and values."""
     rows = map(json.loads, (BENCHMARKS / "results" / f"{name}.jsonl").read_text().splitlines())
-    return [row for row in rows if all(row.get(key) == value for key, value in where.items())][-1]
+    fits = lambda row: row.keys() >= {*keys} and all(row.get(key) == value for key, value in where.items())  # noqa: E731
+    return [row for row in rows if fits(row)][-1]
 
 
 def quoted(name: str, key: str, *cases: str, of: str = "case", digits: int = 1, **where: object) -> str:
-    return "; ".join(f"{last(name, **{of: case} | where)[key]:.{digits}f}" for case in cases)
+    return "; ".join(f"{last(name, key, **{of: case} | where)[key]:.{digits}f}" for case in cases)
 
 
 ENGINE = ("equal", "exponential", "turns")

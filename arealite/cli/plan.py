@@ -67,7 +67,11 @@ class Plan:
         self._has_gpus = self._config.cluster.n_gpus_per_node > 0
         self._gpu = gpu_name(args.gpu, self._config)
         require(not args.page or args.simulate > 0, "--page must have something to draw: got no --simulate. Add it.")
-        model, (work, self._lengths), gpu = load_model(self._config), work_of(args.lengths, seed=1), load_gpu(self._gpu)
+        (work, self._lengths), gpu = work_of(args.lengths, seed=1), load_gpu(self._gpu)
+        try:
+            model = load_model(self._config)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         shape, others, self._memory = model_shape(model), shapes_beside(self._config, model), gpu["memory"]
         self._device, self._can_divide = Device(shape, others, positions_of(model), gpu, work), divider(model)
         self._longest = _largest(lambda tokens: self._device.needs(self._config, tokens).ranks_fit(self._memory))

@@ -129,6 +129,10 @@ def test_what_a_plan_can_not_use_is_refused(qwen3: str, capsys: pytest.CaptureFi
             "allocation_mode must name trainers: got sglang.d8p1t1. Add e.g. +d4.",
         ),
         (("--gpu", "h100", "--page", "page.html"), "--page must have something to draw: got no --simulate. Add it."),
+        (
+            ("--gpu", "h100", "actor.path=/not/there"),
+            "path of a model must be an existing folder or a hub id: got '/not/there'",
+        ),
         (("--gpu", "h100", "--lengths", "long"), "--lengths must be a run's folder or MEAN,SIGMA[,PROMPT]: got long."),
     ):
         assert main(["plan", GRPO, f"actor.path={qwen3}", *words]) == 2
