@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from circumstances import options, report
-from packing import MAX_TOKENS, batch_of, lengths_of
+from packing import batch_of, lengths_of, plan
 from runtime_overhead import CASES, measure
 from safetensors.torch import load_file, save_file
 from weight_sync import SIZES, make_tiny_model
@@ -29,7 +29,7 @@ from weight_sync import SIZES, make_tiny_model
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.engine.fsdp_engine import FSDPEngine
-from arealite.utils.tensors import count_micro_batches, pack_rows, split_rows, unit_lengths
+from arealite.utils.tensors import pack_rows
 
 BOUNDS = {"packing": 5.0, "runtime": 10.0, "publication": 6.0}
 
@@ -45,19 +45,15 @@ def packing(rounds: int) -> list[float]:
     """Return our CPU time over that of plain code, of each round."""
     lengths = lengths_of("lognormal", 512, random.Random(1))
     batch = batch_of(lengths)
-
-    def plan() -> list[list[int]]:
-        found = unit_lengths(batch["attention_mask"])
-        return split_rows(found, count_micro_batches(found, 1, MAX_TOKENS), MAX_TOKENS)
-
-    groups = plan()
+    mask = batch["attention_mask"]
+    groups = plan(mask)
 
     def plain() -> None:
         for group in groups:
             for column in batch.values():
                 torch.cat([column[row, : lengths[row]] for row in group])
 
-    return [cpu_s(lambda: [pack_rows(batch, group) for group in plan()]) / cpu_s(plain) for _ in range(rounds)]
+    return [cpu_s(lambda: [pack_rows(batch, group) for group in plan(mask)]) / cpu_s(plain) for _ in range(rounds)]
 
 
 def runtime(rounds: int) -> list[float]:

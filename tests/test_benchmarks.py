@@ -104,6 +104,18 @@ def test_the_table_of_the_readme_quotes_the_last_results() -> None:
     assert len(rows) == len(QUOTES)
 
 
+def test_the_page_quotes_what_a_larger_bound_gains() -> None:
+    page = (BENCHMARKS.parent / "docs" / "staleness.md").read_text()
+    bounds, prompts, gains, staleness = (
+        line.strip("| ").split(" | ")[1:]
+        for line in page.splitlines()
+        if line.startswith(("| bound |", "| prompts at once", "| times as fast", "| mean staleness of"))
+    )
+    for place, bound in enumerate(bounds):
+        row = last("tools_bound", bound=int(bound), concurrency=int(prompts[place]))
+        assert (f"{row['ratio']:.2f}", f"{row['staleness']:.1f}") == (gains[place], staleness[place])
+
+
 def test_the_plot_of_large_clusters_shows_what_was_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     scale = loaded("scale.py", monkeypatch)
     results = [json.loads(line) for line in scale["RESULTS"].read_text().splitlines()]
@@ -244,6 +256,17 @@ def test_a_busy_machine_is_measured(tmp_path: Path) -> None:
     found = measured(tmp_path / "found.jsonl", "busy.py", "--rounds", "1", "--steps", "3")
     assert len(found) == 6 and all(row["step_s"] > 0 for row in found)
     assert [row["ratio"] for row in found if row["load_of_others"] == "quiet"] == [1.0, 1.0]
+
+
+def test_a_part_that_has_become_slow_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = loaded("gate.py", monkeypatch)["main"]
+    for name, ratio in {"packing": 4.9, "runtime": 10.1, "publication": 5.9}.items():
+        part = lambda rounds, ratio=ratio: [ratio] * rounds  # noqa: E731
+        part.__name__ = name
+        monkeypatch.setitem(main.__globals__, name, part)
+    monkeypatch.setattr(sys, "argv", ["gate.py"])
+    with pytest.raises(SystemExit, match=r"got more in runtime\."):
+        main()
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ from arealite.engine.hf_model import iter_full_params
 from arealite.engine.packed_attention import PACKED_VARLEN
 from arealite.engine.ppo.actor import PPOActor
 from arealite.engine.sft.lm_engine import sft_loss_fn
-from arealite.generation.model_runner import ModelRunner
+from arealite.generation.model_runner import DecodeGraphs, ModelRunner
 from arealite.generation.request import SamplingParams
 from arealite.generation.sampler import SamplingRows, sample
 
@@ -127,6 +127,7 @@ def test_the_attention_is_that_of_a_gpu(shared: tuple[FakeCuda, FSDPEngine]) -> 
     engine = shared[1]
     assert (engine.device, engine._attention) == (CUDA, PACKED_VARLEN)
     assert {parameter.device for parameter in engine.model.parameters()} == {CUDA}
+    assert not torch.backends.cuda.cudnn_sdp_enabled(), "it builds a plan for each length"
 
 
 def test_weights_are_gathered_without_a_wait(shared: tuple[FakeCuda, FSDPEngine]) -> None:
@@ -172,9 +173,10 @@ def test_a_step_of_other_layouts_and_options_waits_no_more(cuda: FakeCuda, tmp_p
     assert cuda.waits == ([*losses, OF_A_STEP[1]] if name == "pipeline" else OF_A_STEP)
 
 
-def test_the_next_token_is_sampled_without_a_wait(cuda: FakeCuda, path: str) -> None:
+def test_the_next_token_is_sampled_without_a_wait(cuda: FakeCuda, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine reads the tokens and logprobs of all rows at the end."""
-    cuda.has_model, cuda.number = False, 0.0
+    monkeypatch.setattr(cuda, "number", 0.0)  # the difference from the model's own forward pass
+    cuda.has_model = False
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(CUDA)
     cuda.has_model = True
     runner = ModelRunner(model, slots=4, context=64)
@@ -188,7 +190,16 @@ def test_the_next_token_is_sampled_without_a_wait(cuda: FakeCuda, path: str) -> 
         tokens, logprobs, _ = sample(logits, rows, np.array([3, 4]))
         assert (tokens.shape, tokens.device, logprobs.dtype) == ((2,), CUDA, torch.float32)
     assert cuda.waits == []
-    cuda.number = 1.0
+
+
+def test_a_copy_that_a_graph_would_repeat_is_found(cuda: FakeCuda) -> None:
+    def step(inputs_3n: torch.Tensor, length: int) -> torch.Tensor:
+        return torch.zeros(inputs_3n.shape[1], 4, device=CUDA) + torch.arange(4.0).to(CUDA, non_blocking=True)
+
+    cuda.waits.clear()
+    graphs = DecodeGraphs(step, slots=2, context=16, device=CUDA)
+    assert graphs.decode(torch.zeros(3, 2, dtype=torch.int64, device=CUDA), 5).shape == (2, 4)
+    assert cuda.waits == ["generation/model_runner.py:DecodeGraphs._capture"]
 
 
 def waiting(logits: LazyLogits, micro_batch: TensorDict) -> torch.Tensor:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,7 +46,7 @@ class Client:
 
 
 @pytest.fixture
-def port(tmp_path: Path) -> Iterator[tuple[int, str]]:
+def place(tmp_path: Path) -> Iterator[tuple[int, str]]:
     base = tiny_models.save_qwen3(tmp_path / "base", seed=1)
     lora = LoRAConfig(rank=4)
     actor = FSDPPPOActor(PPOActorConfig(path=base, dtype="float32", optimizer=OptimizerConfig(), lora=lora))
@@ -66,21 +68,23 @@ def port(tmp_path: Path) -> Iterator[tuple[int, str]]:
     actor.destroy()
 
 
-def test_models_of_silent_sessions_make_room_for_others(port: tuple[int, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    silent, beating = Client(*port), Client(*port)
+def test_models_of_silent_sessions_make_room_for_others(
+    place: tuple[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent, beating = Client(*place), Client(*place)
     forgotten = silent.model()
     kept = beating.model()
     silent.ask("get_info", model_id=forgotten)
-    now = api.time.monotonic()
-    monkeypatch.setattr(api.time, "monotonic", lambda: now + api._SESSION_S + 1)
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + api._SESSION_S + 1)
+    monkeypatch.setattr(api, "time", later)
     beating.ask("session_heartbeat", session_id=beating.session)
-    Client(*port).model()
+    Client(*place).model()
     beating.ask("get_info", model_id=kept)
     assert "must be a model of an open session" in silent.ask("get_info", 404, model_id=forgotten)["error"]
 
 
-def test_the_last_unnamed_checkpoints_of_samplers_are_kept(port: tuple[int, str], tmp_path: Path) -> None:
-    client = Client(*port)
+def test_the_last_unnamed_checkpoints_of_samplers_are_kept(place: tuple[int, str], tmp_path: Path) -> None:
+    client = Client(*place)
     model = client.model()
     client.result("save_weights_for_sampler", model_id=model, seq_id=1, path="named")
     saved = [client.result("save_weights_for_sampler", model_id=model, seq_id=2 + one)["path"] for one in range(18)]
