@@ -52,7 +52,10 @@ def converse(engine: GenerationEngine, prompts: Sequence[Sequence[int]], num_tur
     texts, results = [list(prompt) for prompt in prompts], []
     for turn in range(num_turns):
         requests = [request(text, seed=i, max_new_tokens=20 + i) for i, text in enumerate(texts)]
-        results = run(engine, *requests)
+        engine.pause()  # so that all are admitted at once; prompts that come later share those that run
+        futures = [engine.submit(one) for one in requests]
+        engine.resume()
+        results = [future.result(120) for future in futures]
         for text, result in zip(texts, results):
             text += [*result.output_ids, *TOOL]
         if turn:
